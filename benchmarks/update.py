@@ -1,14 +1,17 @@
-"""Forward and backward of one update: rows padded, packed, and packed with shared prompts, alternating in one run.
+"""Forward and backward of one update: rows padded, packed, and packed with shared prefixes, alternating in one run.
 
     python -m benchmarks.update [--rows 128] [--repeats 7] [--output benchmarks/results/update.json]
 
 The work between the banners "5 update" and the optimizer in grpo.py: micro-batches by tokens, log-probs and entropy of
 a Qwen2 of 1.1 M parameters (4 layers, 4 heads, 2 of keys), a loss, its gradient; one thread. Groups of 8 responses.
 short: prompts of 15 tokens, responses of 16; skewed: prompts of 64, responses of 1 to 128, log-normal with a mean of
-30; long_prompt: prompts of 512, responses of 256. That the three gradients are equal is checked first, in float64.
+30; long_prompt: prompts of 512, responses of 256; agent: prompts of 256, four parallel calls in the prompt's context,
+with 8 tokens of their own and answers of 32, and a call whose context is the prompt and 96 tokens of rewritten history,
+with an answer of 64: five segments of a row, each of which repeats the prompt. That the three gradients are equal is
+checked first, in float64.
 
 seconds and cpu_seconds are medians. tokens: those that the model computes; padding: the share of them that is padding;
-attention_padding: the same of the queries of the attention, in which responses to shared prompts are padded to about
+attention_padding: the same of the queries of the attention, in which what follows a shared prefix is padded to about
 equal length. peak_memory: MiB beyond what was there before, of one micro-batch after the other.
 """
 
@@ -61,6 +64,23 @@ def rollout(setting: str, rows: int) -> DataProto:
         "response_mask": mask,
         "advantages": torch.randn(rows, 1, generator=g) * mask,
     }
+    return DataProto.from_dict(tensors=tensors)
+
+
+def agents_rollout(rows: int) -> DataProto:
+    g = torch.Generator().manual_seed(0)
+    P, calls = 256, [(8, 32)] * 4 + [(96, 64)]  # of each call: tokens of text behind the prompt, and of its answer
+    prompts = torch.randint(4, 1000, (rows // GROUP, P), generator=g).repeat_interleave(GROUP, 0)
+    parts, positions, mask = [prompts], [torch.arange(P)], [torch.zeros(P)]
+    for i, (text, answer) in enumerate(calls):
+        repeated = prompts[:, : P if i else 0]
+        parts += [repeated, torch.randint(4, 1000, (rows, text + answer), generator=g)]
+        positions.append(torch.arange(0 if i else P, P + text + answer))
+        mask += [torch.zeros(repeated.shape[1] + text), torch.ones(answer)]
+    ids, mask = torch.cat(parts, 1), torch.cat(mask).long().repeat(rows, 1)
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, P:]}
+    tensors |= {"position_ids": torch.cat(positions).repeat(rows, 1), "response_mask": mask[:, P:]}
+    tensors["advantages"] = torch.randn(rows, 1, generator=g) * mask[:, P:]
     return DataProto.from_dict(tensors=tensors)
 
 
@@ -148,7 +168,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    parser.add_argument("--settings", nargs="+", default=["short", "skewed", "long_prompt"])
+    parser.add_argument("--settings", nargs="+", default=["short", "skewed", "long_prompt", "agent"])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -170,8 +190,8 @@ def main() -> None:
     results |= {"group_size": GROUP, "micro_batch_tokens": args.micro_batch_tokens}
     print(f"{'setting':12} {'variant':14} {'s':>8} {'cpu s':>8} {'ratio':>6} {'tokens':>7} {'padding':>8} {'MiB':>7}")
     for setting in args.settings:
-        rows = args.rows // 4 if setting == "long_prompt" else args.rows
-        batch = rollout(setting, rows)
+        rows = args.rows // 4 if setting in ("long_prompt", "agent") else args.rows
+        batch = agents_rollout(rows) if setting == "agent" else rollout(setting, rows)
         first, *others = [gradient(exact, batch[: 2 * GROUP], 4096, **options) for options in VARIANTS.values()]
         # transformers' norms compute in float32, whose rounding is what is left
         assert all((first - other).norm() < 1e-6 * first.norm() for other in others), setting

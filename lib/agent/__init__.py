@@ -8,6 +8,7 @@ from lib.agent.metrics import agent_metrics as agent_metrics
 MODULES = {"make_episodes": "agent_loop", "load_tools": "builtin_tools", "BaseInteraction": "interactions"}
 MODULES |= {
     "load_agent": "program",
+    "open_task": "task_sandbox",
     "MultiTurn": "multi_turn",
     "load_multi_turn": "multi_turn",
     "get_tool_parser": "parsers",

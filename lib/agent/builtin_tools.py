@@ -21,6 +21,7 @@ import jsonschema
 from PIL.Image import Image, Resampling
 
 from lib import InputError
+from lib.agent.task_sandbox import load_bash
 from lib.agent.tools import BaseTool, FunctionTool, ToolResponse, say, validator_of
 from lib.cli.secrets import from_environment
 from lib.cli.user_code import load_object
@@ -37,10 +38,11 @@ GRACE_S = 2
 SCHEMA_ERRORS = (TypeError, ValueError, KeyError, NotImplementedError, RecursionError, jsonschema.SchemaError)
 
 
-def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
+def load_tools(specs: tuple[str, ...], tool_timeout: float = 30.0) -> dict[str, BaseTool]:
     """The tools of --multi-turn.tools, by name. A spec is one of
 
         calculator | python | zoom | path/to/file.py:function_or_class
+        bash:folder | "bash:folder path/to/file.py:provider"   commands in the sandbox of the row's task
         search:corpus.jsonl           BM25; a line is {"contents"} or {"title", "text"}, in other files a passage
         search:http://host/retrieve   a retriever with Search-R1's interface (arXiv:2503.09516)
         mcp:command args | mcp:http://host/mcp   all tools of an MCP server. A command gets only PATH, HOME and the
@@ -51,7 +53,7 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     tools: dict[str, BaseTool] = {}
     size = 0
     for spec in specs:
-        for tool in _tools_of(spec):
+        for tool in _tools_of(spec, tool_timeout):
             flag = f"--multi-turn.tools {spec}"
             try:
                 schema = tool.get_openai_tool_schema()
@@ -71,19 +73,21 @@ def load_tools(specs: tuple[str, ...]) -> dict[str, BaseTool]:
     return tools
 
 
-def _tools_of(spec: str) -> list[BaseTool]:
+def _tools_of(spec: str, tool_timeout: float) -> list[BaseTool]:
     kind, _, rest = spec.partition(":")
     if spec == "python":
         sandbox_level()  # raises InputError if no sandbox works here
     if spec in ("zoom", "calculator", "python"):
         return [Zoom() if spec == "zoom" else FunctionTool({"calculator": calculator, "python": python}[spec])]
+    if kind == "bash":
+        return [load_bash(spec, tool_timeout)]
     if kind == "search":
         is_url = rest.startswith(("http://", "https://"))
         return [_search_tool(functools.partial(_retrieve, rest) if is_url else _bm25(Path(rest)))]
     if kind == "mcp":
         return _mcp_tools(rest)
     if not rest:
-        known = "calculator, python, zoom, search:..., mcp:... or path/to/file.py:name"
+        known = "calculator, python, zoom, bash:..., search:..., mcp:... or path/to/file.py:name"
         raise InputError(f"--multi-turn.tools {spec}: use {known}")
     found = load_object("--multi-turn.tools", spec)
     if callable(found) and not inspect.isclass(found):

@@ -141,7 +141,7 @@ def load_multi_turn(
     """Raises InputError: what load_tools, get_tool_parser and load_interaction raise."""
     # where episodes have a thread, a data set's truncation would cut their text
     tokenizer, vision = copy.deepcopy((tokenizer, vision))
-    tools = load_tools(args.tools)
+    tools = load_tools(args.tools, args.tool_timeout)
     parse = get_tool_parser(args.parser, tokenizer, tools) if tools else lambda text: []
     interaction = load_interaction(args.interaction) if args.interaction else None
     return MultiTurn(tokenizer, tools, parse, interaction, args, chat_template_kwargs, max_prompt_length, vision, agent)

@@ -15,7 +15,7 @@ from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import as_flag
 
 HUB_ANSWER_S = 5.0
-GIVE_NO_REWARD = {"calculator", "python", "zoom", "search", "mcp"}  # kinds of --multi-turn.tools
+GIVE_NO_REWARD = {"calculator", "python", "zoom", "bash", "search", "mcp"}  # to a call: kinds of --multi-turn.tools
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>\w+))?")
 
 
@@ -35,7 +35,9 @@ def check_common_flags(args: ScriptArgs) -> None:
     if args.validation.val_only and (args.run.record or args.run.replay):
         flag = "--record" if args.run.record else "--replay"
         raise InputError(f"{flag} is about training steps, and --val-only has none: drop one")
-    if not (args.reward.reward or args.reward.reward_model or args.multi_turn.interaction or args.rollout.agent):
+    turns = args.multi_turn
+    of_episodes = turns.interaction or args.rollout.agent or any(spec.startswith("bash:") for spec in turns.tools)
+    if not (args.reward.reward or args.reward.reward_model or of_episodes):
         raise InputError("--reward without a scorer: name one, or a --reward-model")
     check_read(args)
 

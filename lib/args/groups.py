@@ -45,7 +45,8 @@ class ModelArgs(Group):
     padding_free: Annotated[bool, MAY_CHANGE] = True
     """pack the sequences of a micro-batch without padding, if the model supports it (docs/models.md)"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
-    """shared-prefix training: compute a prompt once for its group; needs packing and packed_sdpa or varlen"""
+    """shared-prefix training: compute a prompt once for its group, and what segments of episodes begin with in common
+    (docs/agents.md); needs packing and packed_sdpa or varlen"""
     gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False

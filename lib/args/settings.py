@@ -29,7 +29,8 @@ class MultiTurnArgs:
     """Episodes of several turns; they need tools or an interaction (docs/multi_turn.md)."""
 
     tools: Annotated[tuple[str, ...], AS_RECORDED, FILES] = ()
-    """tools of the episodes: calculator, python, zoom, search:FILE, mcp:COMMAND, path/to/file.py:function or class"""
+    """tools of the episodes: calculator, python, zoom, bash:FOLDER, search:FILE, mcp:COMMAND, path/to/file.py:function
+    or class"""
     interaction: Annotated[str, FILES] = ""
     """what answers other turns: reasoning_gym, openenv:http://host:port, gym:path/to/file.py:Class, verifiers:NAME or
     path/to/file.py:Class; empty: the episode ends"""

@@ -5,6 +5,7 @@ from lib.data.balance import attention_width, balance_groups, count_patches, exc
 from lib.data.chat_template import check_template_kwargs, set_chat_template
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class
 from lib.data.loader import ROW, collate_fn, make_loader
-from lib.data.micro_batches import LAYOUT, on_host, prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
+from lib.data.micro_batches import LAYOUT, on_host, prepare_dynamic_batch, restore_dynamic_batch
+from lib.data.prefixes import PrefixTree, prefix_tree, prompt_groups
 from lib.data.rows import load_split
 from lib.data.special_tokens import SpecialTokenEscaper

@@ -6,6 +6,7 @@ import itertools
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lib.data.prefixes import prefix_tree, prompt_groups
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, all_gather_lists, all_reduce_max
 
@@ -23,16 +24,6 @@ def on_host(batch: DataProto) -> DataProto:
     return DataProto.from_dict({name: batch.batch[name].cpu() for name in names}, meta_info=batch.meta_info)
 
 
-def prompt_groups(batch: DataProto) -> torch.Tensor:
-    """(B,) numbers, equal for rows of equal prompts: the attended tokens of `input_ids` before the response, and the
-    images, if there are any: equal tokens may stand for others."""
-    prompts = batch.batch["input_ids"].where(batch.batch["attention_mask"].bool(), -1)
-    prompts = prompts[:, : -batch.batch["response_mask"].shape[1]]
-    if "multi_modal_hash" in batch.batch:
-        prompts = torch.cat([prompts, batch.batch["multi_modal_hash"][:, None]], 1)
-    return prompts.unique(dim=0, return_inverse=True)[1]
-
-
 def prepare_dynamic_batch(
     batch: DataProto, max_tokens: int, *, share_prompts=False, padding_free=True, row_group: RowGroup | None = None
 ) -> tuple[list[DataProto], list[list[int]]]:
@@ -42,30 +33,35 @@ def prepare_dynamic_batch(
     Rows are placed first-fit decreasing; a row longer than `max_tokens` is alone. Then ranks with fewer micro-batches
     split those of most rows. Every rank runs its longest micro-batches first, so that ranks wait little for each other.
     Without `padding_free` each row counts as many tokens as the longest row of its micro-batch. With `share_prompts`
-    rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts their prompt once.
+    rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts the tokens of their
+    `prefix_tree`.
     meta_info["run_tower"]: see `_run_tower`. The host waits for a GPU only here, and not in the micro-batches.
 
     A `row_group` of n ranks makes its micro-batches together; each rank is given its own rows of every micro-batch,
     perhaps none. If the group splits tokens, a micro-batch holds n x max_tokens tokens, max_tokens of each rank."""
     host, device = on_host(batch), batch.batch["attention_mask"].device
     attention = host.batch["attention_mask"]
-    own, prompt = attention.sum(1).tolist(), [0] * len(batch)
+    own = attention.sum(1).tolist()
     group: list = list(range(len(batch)))  # equal for rows of one prompt
+    nodes: list[dict] = [{row: n} for row, n in enumerate(own)]  # tokens of each node of the prefix tree on its paths
     if share_prompts:
-        prompt = attention[:, : -host.batch["response_mask"].shape[1]].sum(1).tolist()
-        own, group = [n - p for n, p in zip(own, prompt)], prompt_groups(host).tolist()
+        tree, group, nodes = prefix_tree(host, whole=True), prompt_groups(host).tolist(), [{} for _ in own]
+        for node, (n, rows) in enumerate(zip(tree.lengths, tree.rows)):
+            for row in rows:
+                nodes[row][node] = n
     first = 0  # this rank's first row
     if row_group is not None:
         rank, ranks = row_group.ranks.rank(), row_group.ranks
         first = rank * len(batch)
         max_tokens *= ranks.size() if row_group.split == "tokens" else 1
         group = [(rank, number) for number in group]
-        own, prompt, group = (all_gather_lists(numbers, ranks) for numbers in (own, prompt, group))
+        nodes = [{(rank, node): n for node, n in of_row.items()} for of_row in nodes]
+        own, nodes, group = (all_gather_lists(numbers, ranks) for numbers in (own, nodes, group))
 
     def tokens(rows: list[int]) -> int:
         if not padding_free:
             return len(rows) * max((own[r] for r in rows), default=0)
-        return sum(own[r] for r in rows) + sum({group[r]: prompt[r] for r in rows}.values())
+        return sum({node: n for r in rows for node, n in nodes[r].items()}.values())
 
     parts: list[list[int]] = []  # the rows of one prompt, or as many of them as fit
     for row in sorted(range(len(own)), key=lambda r: (group[r], -own[r])):

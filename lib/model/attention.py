@@ -38,9 +38,9 @@ def packed_attention(
 ):
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
-    A whole sequence, or a shared prompt, attends to its own earlier tokens; a response to a shared prompt also attends
-    to that. packing.py's `packed_runs` (packed_sdpa) or `packed_sequences` (varlen) say which tokens these are. A
-    `group_cache` (hf_engine.py) computes the attention itself. With none of them this is transformers' own SDPA.
+    A token attends to the earlier ones of its path in the prefix tree. packing.py's `packed_runs` (packed_sdpa) or
+    `packed_sequences` (varlen) say which tokens these are. A `group_cache` (hf_engine.py) computes the attention
+    itself. With none of them this is transformers' own SDPA.
 
     In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all N
     tokens. An all-to-all before and one after switch between the two (DeepSpeed-Ulysses, arXiv 2309.14509)."""
@@ -66,17 +66,17 @@ def packed_attention(
 
 
 def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling: float | None) -> torch.Tensor:
-    """One SDPA call for each run of sequences. (N, H, D). Only responses to shared prompts are padded."""
+    """One SDPA call for each run of nodes. (N, H, D). Only nodes below others are padded."""
     # split, because its backward is one cat; the backward of a slice fills a whole row with zeros
     sizes = [run.tokens for run in packed_runs]
     queries, keys, values = (x.split(sizes) for x in (query, key, value))
     outputs = []
     for i, run in enumerate(packed_runs):
-        if run.prompt_run is None:
+        if run.places is None:
             q, k, v = (rearrange(x[i], "(s l) h d -> s l h d", s=run.count) for x in (queries, keys, values))
         else:
-            k, v = (_take(torch.cat([x[run.prompt_run], x[i]]), run.places) for x in (keys, values))
-            q = _take(queries[i], run.places[:, -run.length :] - len(queries[run.prompt_run]))
+            k, v = (_take(torch.cat([x[j] for j in (*run.runs_above, i)]), run.places) for x in (keys, values))
+            q = _take(queries[i], run.places[:, -run.length :] - sum(sizes[j] for j in run.runs_above))
         q, k, v = (rearrange(x, "s l h d -> s h l d") for x in (q, k, v))  # for k and v, l is P + length
         mask = None
         if run.blocks is not None or (window is not None and k.shape[2] > window):
@@ -88,7 +88,7 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
                 mask = mask | (same & (run.blocks >= 0)[:, None, None, :])
             if window is not None:
                 mask = mask & (distance < window)
-        elif run.prompt_run is not None:
+        elif run.places is not None:
             mask = causal_lower_right(run.length, k.shape[2])
         gqa = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None, enable_gqa=gqa)
@@ -98,7 +98,7 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
 
 
 def _attend_by_sequences(query, key, value, packed, window: int | None, scaling: float | None) -> torch.Tensor:
-    """One FlashAttention call for all sequences. (N, H, D). The queries are a sequence's last tokens."""
+    """One FlashAttention call for all nodes. (N, H, D). The queries are the last tokens of a node's path."""
     if packed.keys is not None:
         key, value = (_take(x, packed.keys) for x in (key, value))
     grouped: dict[str, Any] = {"enable_gqa": True} if TELL_OF_GROUPS and query.shape[1] != key.shape[1] else {}

@@ -5,10 +5,10 @@ With N weights in matrix products, a token takes 2 N FLOPs forward and 4 N backw
 L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked.
 
 Not counted, as in PaLM: what is computed twice (gradient checkpointing, the logits in the backward), padding, norms,
-softmax. A prompt that rows share counts once, the output head at trained tokens only, the last token of a row not at
-all, and of a mixture the experts that a token goes to. A frozen weight takes 4, a frozen tower, which has no backward,
-2. Too much is counted for sliding windows and episodes of several sequences (as if each token saw all before it), too
-little for layers that carry a state and for the tower of a vision model (their weights only)."""
+softmax. A shared prefix counts once, the output head at trained tokens only, what follows the last position of a
+sequence that predicts one not at all, and of a mixture the experts that a token goes to. A frozen weight takes 4, a
+frozen tower, which has no backward, 2. Too much is counted for sliding windows, too little for layers that carry a
+state and for the tower of a vision model (their weights only)."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
-from lib.data import attention_width, count_patches, on_host, prompt_groups
+from lib.data import PrefixTree, attention_width, count_patches, on_host, prefix_tree
 from lib.data_proto import DataProto
 from lib.model.memory import meta_model
 from lib.model.vision import patches_per_feature, vision_names
@@ -66,21 +66,13 @@ def flops_of(model: PreTrainedModel) -> Flops:
     return of_text._replace(patch=patch, patch_size=model.config.vision_config.patch_size)
 
 
-def update_flops(flops: Flops, micro: DataProto, share_prompts: bool) -> float:
-    """FLOPs of forward and backward over this rank's rows of a micro-batch, counted on the CPU."""
-    host = on_host(micro)
-    attention, trained = host.batch["attention_mask"].double(), host.batch["response_mask"]
-    prompt = attention[:, : -trained.shape[1]].sum(1)  # (b,)
-    own = (attention.sum(1) - prompt - 1).clamp(min=0)  # (b,): tokens of the response, but the last
-    seen = own * prompt + own * (own + 1) / 2  # (b,)
-    patches = count_patches(micro, flops.patch_size)  # (b,)
-    if share_prompts:
-        group = prompt_groups(host)  # (b,)
-        again = (group[:, None] == group).tril(-1).any(1)
-        prompt, patches = (x.where(~again, 0) for x in (prompt, patches))  # each distinct prompt once
-    tokens, pairs = own.sum() + prompt.sum(), seen.sum() + (prompt * (prompt + 1) / 2).sum()
-    of_text = tokens * flops.token + trained.sum() * flops.prediction + pairs * flops.pair
-    return float(of_text + patches.sum() * flops.patch)
+def update_flops(flops: Flops, micro: DataProto, tree: PrefixTree) -> float:
+    """FLOPs of forward and backward over this rank's rows of a micro-batch, whose prefix tree it is."""
+    pairs = sum(n * above + n * (n + 1) // 2 for n, above in zip(tree.lengths, tree.above))
+    trained = int(on_host(micro).batch["response_mask"].sum())
+    of_text = sum(tree.lengths) * flops.token + trained * flops.prediction + pairs * flops.pair
+    encoded = {rows[0] for rows, above in zip(tree.rows, tree.above) if not above}  # the others share their prompts
+    return of_text + float(count_patches(micro, flops.patch_size)[sorted(encoded)].sum()) * flops.patch
 
 
 def estimate_flops(
@@ -102,10 +94,12 @@ def estimate_flops(
     rows. log_prob_passes: forward passes with the policy or its reference before the update."""
     mask = torch.ones(group_size, max_prompt_length + max_response_length, dtype=torch.long)
     responses = mask[:, max_prompt_length:]
-    group = DataProto.from_dict({"input_ids": mask, "attention_mask": mask, "response_mask": responses})
+    tensors = {"input_ids": mask, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
+    group = DataProto.from_dict(tensors | {"response_mask": responses})
+    tree = prefix_tree(group, share=share_prompts)
 
     def of_step(flops: Flops) -> float:
-        return prompts * update_flops(flops, group, share_prompts)
+        return prompts * update_flops(flops, group, tree)
 
     update = log_probs = recomputed = 0.0
     policy = AutoModelForCausalLM, model, "--model", log_prob_passes

@@ -1,5 +1,6 @@
-"""From a batch to a forward over packed rows, and back. Padding never enters the model: the sequences of a micro-batch
-are packed into one row, in which a prompt that several rows share occurs once. attention.py keeps them apart."""
+"""From a batch to a forward over packed rows, and back. Padding never enters the model: the nodes of a micro-batch's
+prefix tree are packed into one row, in which a prefix that sequences share occurs once. attention.py keeps them apart.
+"""
 
 import itertools
 import math
@@ -7,28 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedModel
 
-from lib.data import LAYOUT, on_host, prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
-from lib.data.vision import text_positions
+from lib.data import LAYOUT, PrefixTree, on_host, prefix_tree, prepare_dynamic_batch, restore_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, TakeOwn, all_to_all, fsdp_modules
 from lib.model.vision import images_of
 
 
 class PackedRun(NamedTuple):
-    """Consecutive sequences of the packed row that go into one batched SDPA call."""
+    """Consecutive nodes of the packed row that go into one batched SDPA call."""
 
     tokens: int
     count: int  # type: ignore[assignment]  # tuple has a method of this name
-    length: int  # tokens of each sequence; if `places` is given, of the longest
-    prompt_run: int | None = None  # for responses to shared prompts, the number of the run that holds these prompts
+    length: int  # tokens of each node; if `places` is given, of the longest
+    runs_above: tuple[int, ...] = ()  # the numbers of the runs that hold the nodes above these
     places: torch.Tensor | None = None
-    """(count, P + length), each prompt and response, padded at the end: indices into the prompts' run and then this"""
+    """(count, P + length), each node's path, padded at the end: indices into the runs above, one after the other, and
+    then this; None for roots"""
     real: torch.Tensor | None = None  # (tokens,), the indices of real tokens among the count * length with padding
     blocks: torch.Tensor | None = None
     """(count, length), numbers of the images whose tokens see each other, -1 for text; None if there are none"""
@@ -43,12 +45,12 @@ class PackedRuns:
 
 @dataclass
 class PackedSequences:
-    """The S sequences of the packed row, for one call of varlen attention."""
+    """The S nodes of the packed row, for one call of varlen attention."""
 
     keys: torch.Tensor | None
-    """(M,), the tokens that sequences attend to, as indices into the packed row; None: each token once, in order"""
-    cu_seq_q: torch.Tensor  # (S + 1,) int32: where each sequence's queries begin, and N
-    cu_seq_k: torch.Tensor  # (S + 1,) int32: where each sequence's keys begin, and M
+    """(M,), the tokens of each node's path, as indices into the packed row; None: each token once, in order"""
+    cu_seq_q: torch.Tensor  # (S + 1,) int32: where each node's queries begin, and N
+    cu_seq_k: torch.Tensor  # (S + 1,) int32: where each node's keys begin, and M
     max_q: int
     max_k: int
 
@@ -61,8 +63,8 @@ class SequenceRows(NamedTuple):
     """How to take a packed row apart into right-padded rows, which causal layers compute as if each were alone."""
 
     places: list[torch.Tensor]
-    """one tensor (count, length) for each set of rows of about equal length: the token's index in the packed row. A
-    response to a shared prompt has that prompt before it. Padding repeats the row's last token"""
+    """one tensor (count, length) for each set of rows of about equal length: the token's index in the packed row. A row
+    is the path to a leaf. Padding repeats its last token"""
     back: torch.Tensor  # (N,), for each token of the packed row: its index in these rows, concatenated
 
 
@@ -158,46 +160,22 @@ def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
 ) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """(inputs, select, target). inputs: what the decoder takes. select (n,): for each trained token, the index in the
-    decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask. A row
-    may hold several consecutive sequences (lib/agent): one begins wherever position_ids is 0."""
+    decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask."""
     padding_free = padding_free and model.padding_free
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")
     batch = on_host(batch)
-    ids, attention, positions, trained = (batch.batch[name] for name in LAYOUT)
+    ids, _, positions, trained = (batch.batch[name] for name in LAYOUT)
     rope = positions[:, None] if positions.ndim == 2 else positions[:, 1:]  # (B, 1, L), with mrope (B, 3, L)
-    attention, positions, trained = attention.bool(), text_positions(positions), trained.bool()
+    trained = trained.bool()
     L, T = ids.shape[1], trained.shape[1]
     target = trained.flatten().nonzero()[:, 0]  # (n,)
-    row, column = target // T, L - T - 1 + target % T  # token t of the response is predicted one place to its left
-    if len(target):  # no result depends on what comes after the last position of a row that predicts a trained token
-        predicts = torch.zeros_like(attention)
-        predicts[row, column] = True
-        attention = attention & (predicts.flip(1).cumsum(1).flip(1) > 0)
-    owner = own = torch.arange(len(ids))  # (B,): the row whose prompt stands for this row's
-    if share_prompts and padding_free and model.share_prompts:
-        owner = _prompt_owners(prompt_groups(batch), attention.any(1) & (positions[:, L - T] > 0))
-    shared = owner.bincount(minlength=len(ids))[owner] > 1  # (B,)
-    attention[:, : L - T] &= (owner == own)[:, None]
-    first = attention & (positions == 0)
-    first[:, L - T] |= attention[:, L - T] & shared  # a response to a shared prompt is a sequence of its own
-
-    token = attention.flatten().nonzero()[:, 0]  # (N,)
-    sequence = first.flatten()[token].cumsum(0) - 1  # (N,)
-    lengths = sequence.bincount().tolist()  # (S,)
-    prompt = _prompts_of_sequences(first.nonzero().tolist(), owner.tolist(), shared.tolist(), L - T)  # (S,)
-    # a run holds whole sequences of equal length, or responses of about equal length to prompts of equal length
-    kinds = [(0, n) if p is None else (lengths[p], -(-n // 16)) for n, p in zip(lengths, prompt)]
-    order = sorted(range(len(kinds)), key=lambda i: kinds[i])
-    rank = torch.tensor(order).argsort()
-    token = token[rank[sequence].argsort(stable=True)]
+    tree = prefix_tree(batch, share=share_prompts and padding_free and model.share_prompts)
+    token, place = tree.token, tree.place  # (N,), (B * L,)
     rope = rope.transpose(0, 1).flatten(1)[:, token]  # (1, N), with mrope (3, N)
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": rope if len(rope) == 1 else rope[:, None]}
-    place = torch.zeros_like(ids).flatten()  # (B * L,)
-    place[token] = torch.arange(len(token))
-    row = torch.where(column < L - T, owner[row], row)
-    select = place[row * L + column]
+    select = place[target // T * L + L - T - 1 + target % T]  # a token is predicted one place to its left
     if not padding_free:
-        [places], back = sequence_rows(order, lengths, prompt, one_size=True)
+        [places], back = sequence_rows(tree, one_size=True)
         positions = rope[:, places]
         if len(rope) == 1:
             positions = rope[0, places[:, :1]] + torch.arange(places.shape[1])  # they count on in padding
@@ -205,24 +183,24 @@ def _response_inputs(
         place, select = back[place], back[select]
     tower = batch.meta_info.get("run_tower", ())
     # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
-    seen, shape = attention & bool(len(target)), inputs["input_ids"].shape
+    seen, shape = torch.zeros_like(ids, dtype=torch.bool), inputs["input_ids"].shape
+    seen.view(-1)[token] = len(target) > 0
     images = images_of(model, media, ids, trained, seen, place, shape, tower)
     if images is not None:
         inputs["images"] = images
     if not padding_free:
         return _to(device, (inputs, select, target))
     if model.takes_rows:
-        inputs["sequence_rows"] = sequence_rows(order, lengths, prompt)
+        inputs["sequence_rows"] = sequence_rows(tree)
     if model.config._attn_implementation.startswith("flash"):
-        cu_seqlens = F.pad(torch.tensor([lengths[i] for i in order]).cumsum(0), (1, 0)).int()
-        inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        longest = max(tree.lengths)
+        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = _cumulative(tree.lengths)
+        inputs |= {"max_length_q": longest, "max_length_k": longest}
     else:
         if model.config._attn_implementation == "varlen":
-            inputs["packed_sequences"] = _packed_sequences(order, lengths, prompt)
+            inputs["packed_sequences"] = _packed_sequences(tree)
         else:
-            blocks = None if images is None else images.blocks
-            inputs["packed_runs"] = PackedRuns(_packed_runs(order, kinds, lengths, prompt, blocks))
+            inputs["packed_runs"] = PackedRuns(_packed_runs(tree, None if images is None else images.blocks))
         # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=device)
     return _to(device, (inputs, select, target))
@@ -232,85 +210,73 @@ def _to(device: torch.device, tree: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), tree)
 
 
-def _prompt_owners(group: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """(B,): for each row that answers its prompt, the first such row of its group; for the others, the row itself."""
-    first_of: dict[int, int] = {}
-    rows = enumerate(zip(group.tolist(), answers.tolist()))
-    return torch.tensor([first_of.setdefault(number, row) if answer else row for row, (number, answer) in rows])
-
-
-def _prompts_of_sequences(starts: list[list[int]], owner: list[int], shared: list[bool], column: int) -> list:
-    """The shared prompt that each sequence answers, or None. starts: [row, column] of its first token. column: where
-    responses begin."""
-    prompt_of = {row: i for i, (row, start) in enumerate(starts) if start < column}
-    return [prompt_of[owner[row]] if start == column and shared[row] else None for row, start in starts]
-
-
-def _packed_runs(
-    order: list[int], kinds: list[tuple], lengths: list[int], prompt: list[int | None], blocks: torch.Tensor | None
-) -> list[PackedRun]:
-    """The runs of the packed row, in `order`: each has sequences of one kind, (tokens of the shared prompt, length).
-    blocks (1, N): the image of each token, which whole sequences see together; responses to shared prompts are text."""
+def _packed_runs(tree: PrefixTree, blocks: torch.Tensor | None) -> list[PackedRun]:
+    """The runs of the packed row: each has nodes of one kind. blocks (1, N): the image of each token, which whole
+    sequences see together; nodes below others are text."""
     runs: list[PackedRun] = []
-    run_of: dict[int, int] = {}  # for each sequence, the number of its run
-    begin: dict[int, int] = {}  # for each sequence, where it begins in its run
-    for (P, _), group in itertools.groupby(order, key=lambda i: kinds[i]):
+    run_of: list[int] = []  # for each node, the number of its run
+    begin: list[int] = []  # for each node, where it begins in its run
+    begun = 0  # tokens of the runs so far
+    for (P, _), group in itertools.groupby(range(len(tree.lengths)), key=tree.kind):
         members = list(group)
-        sizes = [lengths[i] for i in members]
-        begin |= dict(zip(members, itertools.accumulate(sizes, initial=0)))
-        run_of |= dict.fromkeys(members, len(runs))
-        prompt_run = places = real = own = None
-        if blocks is not None and not P:
-            begun = sum(run.tokens for run in runs)
-            own = blocks[0, begun : begun + sum(sizes)].view(len(members), -1)
-            own = own if (own >= 0).any() else None
+        sizes = [tree.lengths[i] for i in members]
+        begin += [*itertools.accumulate(sizes, initial=0)][:-1]
+        run_of += [len(runs)] * len(members)
+        run = PackedRun(sum(sizes), len(members), max(sizes))
         if P:
-            prompt_run = run_of[prompt[members[0]]]
-            column, size = torch.arange(max(sizes)), torch.tensor(sizes)[:, None]
-            first = torch.tensor([[begin[prompt[i]], runs[prompt_run].tokens + begin[i]] for i in members])
-            places = torch.cat([first[:, :1] + torch.arange(P), first[:, 1:] + column.minimum(size - 1)], 1)
-            real = (column < size).flatten().nonzero()[:, 0]
-        runs.append(PackedRun(sum(sizes), len(members), max(sizes), prompt_run, places, real, own))
+            above = sorted({run_of[i] for node in members for i in tree.paths[node][:-1]})
+            offsets = [0, *itertools.accumulate(runs[r].tokens for r in above)]
+            offset = dict(zip([*above, len(runs)], offsets))  # of each run in what `places` count
+            starts = {i: offset[run_of[i]] + begin[i] for node in members for i in tree.paths[node]}
+            real = (torch.arange(run.length) < torch.tensor(sizes)[:, None]).flatten().nonzero()[:, 0]
+            places = _padded([_path_places(tree, node, starts) for node in members])
+            run = run._replace(runs_above=tuple(above), places=places, real=real)
+        elif blocks is not None:
+            own = blocks[0, begun : begun + run.tokens].view(run.count, -1)
+            run = run._replace(blocks=own if (own >= 0).any() else None)
+        runs.append(run)
+        begun += run.tokens
     return runs
 
 
-def _packed_sequences(order: list[int], lengths: list[int], prompt: list[int | None]) -> PackedSequences:
-    """The sequences, in `order`; the keys of one that answers a shared prompt are that prompt's and its own."""
-    sizes = [lengths[i] for i in order]
-    begin = dict(zip(order, itertools.accumulate(sizes, initial=0)))
-    keys = [[*([] if (p := prompt[i]) is None else [p]), i] for i in order]  # the sequences whose tokens each one sees
-    totals = [sum(lengths[j] for j in seen) for seen in keys]
-    places = None
-    if any(p is not None for p in prompt):
-        places = torch.cat([torch.arange(begin[j], begin[j] + lengths[j]) for seen in keys for j in seen])
-    cu_seq_q, cu_seq_k = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32) for n in (sizes, totals))
-    return PackedSequences(places, cu_seq_q, cu_seq_k, max(sizes), max(totals))
+def _packed_sequences(tree: PrefixTree) -> PackedSequences:
+    starts, nodes = _starts(tree), range(len(tree.lengths))
+    keys = torch.from_numpy(np.concatenate([_path_places(tree, i, starts) for i in nodes])) if any(tree.above) else None
+    totals = [above + n for above, n in zip(tree.above, tree.lengths)]
+    return PackedSequences(keys, _cumulative(tree.lengths), _cumulative(totals), max(tree.lengths), max(totals))
 
 
-def sequence_rows(order: list[int], lengths: list[int], prompt: list, *, one_size: bool = False) -> SequenceRows:
-    """SequenceRows of the sequences that stand in `order` in the packed row. prompt[i] is the number of the shared
-    prompt that sequence i answers, or None. one_size: all rows get the length of the longest."""
-    begin, N = {}, 0  # begin: for each sequence, the index of its first token
-    for i in order:
-        begin[i], N = N, N + lengths[i]
-    length = {i: lengths[i] + (0 if prompt[i] is None else lengths[prompt[i]]) for i in order}
-    shared = set(prompt)
-    rows = sorted((i for i in order if i not in shared), key=lambda i: length[i])
-    sizes = [math.inf if one_size else int(4 * math.log2(length[i])) for i in rows]  # at most a fifth is padding
-    places, back, offset, placed = [], torch.empty(N, dtype=torch.long), 0, set[int | None]()
-    for size in sorted(set(sizes)):
-        members = [i for i, own in zip(rows, sizes) if own == size]
-        P = torch.tensor([length[i] - lengths[i] for i in members])[:, None]
-        n = torch.tensor([length[i] for i in members])[:, None]
-        first = torch.tensor([[begin[i if prompt[i] is None else prompt[i]], begin[i]] for i in members])
-        column = torch.arange(int(n.max())).minimum(n - 1)  # (count, length)
-        place = torch.where(column < P, first[:, :1] + column, first[:, 1:] + column - P)
-        new = []  # whether the shared prompt has no place yet
-        for i in members:
-            new.append([prompt[i] not in placed])
-            placed.add(prompt[i])
-        taken = (torch.arange(column.shape[1]) < n) & (torch.tensor(new) | (column >= P))
-        back[place[taken]] = offset + taken.flatten().nonzero()[:, 0]
-        places.append(place)
-        offset += place.numel()
-    return SequenceRows(places, back)
+def sequence_rows(tree: PrefixTree, *, one_size: bool = False) -> SequenceRows:
+    """one_size: all rows get the length of the longest."""
+    inner = {i for path in tree.paths for i in path[:-1]}
+    starts = _starts(tree)
+    rows = [_path_places(tree, i, starts) for i in range(len(tree.lengths)) if i not in inner]
+    rows.sort(key=len)
+    size = (lambda row: 0) if one_size else (lambda row: int(4 * math.log2(len(row))))  # at most a fifth is padding
+    sets = [_padded(list(group)) for _, group in itertools.groupby(rows, key=size)]
+    back = np.empty(sum(tree.lengths), dtype=np.int64)
+    begin = itertools.accumulate((places.shape[1] for places in sets for _ in places), initial=0)
+    for row, first in reversed(list(zip(rows, begin))):  # where rows share a token, the first gives it
+        back[row] = np.arange(first, first + len(row))
+    return SequenceRows(sets, torch.from_numpy(back))
+
+
+def _starts(tree: PrefixTree) -> list[int]:
+    """The index of each node's first token in the packed row."""
+    return [0, *itertools.accumulate(tree.lengths)]
+
+
+def _path_places(tree: PrefixTree, node: int, starts) -> np.ndarray:
+    """The tokens of the node's path. starts: for each node of it, the place of the first."""
+    return np.concatenate([np.arange(starts[i], starts[i] + tree.lengths[i]) for i in tree.paths[node]])
+
+
+def _padded(rows: list[np.ndarray]) -> torch.Tensor:
+    """(rows, length of the longest), with each row's last number as padding."""
+    n = torch.tensor([len(row) for row in rows])[:, None]
+    column = torch.arange(int(n.max())).minimum(n - 1)
+    return torch.from_numpy(np.concatenate(rows))[n.cumsum(0) - n + column]
+
+
+def _cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
-from lib.data import prepare_dynamic_batch
+from lib.data import on_host, prefix_tree, prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, timed
 from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
@@ -80,9 +80,13 @@ class TrainedModel:
             self.loss_scale = LossScale()
         self._flops = flops_of(self.module)
         self._computed = 0.0  # FLOPs since the last step
+        self._tokens = self._separate = 0  # tokens since then, and how many they would be if none was shared
 
     def _count(self, micro: DataProto) -> None:
-        self._computed += update_flops(self._flops, micro, self.module.share_prompts)
+        tree = prefix_tree(on_host(micro), share=self.module.share_prompts)
+        self._computed += update_flops(self._flops, micro, tree)
+        self._tokens += sum(tree.lengths)
+        self._separate += tree.separate_tokens
 
     def backward(self, loss: torch.Tensor) -> None:
         """loss: this rank's share of the sum over ranks. The factor undoes FSDP's average over ranks."""
@@ -114,6 +118,8 @@ class TrainedModel:
         self.scheduler.step()
         self.optimizer.zero_grad()
         computed, self._computed = self._computed / 1e12, 0.0
+        metrics["perf/shared_prefix_tokens_share"] = Mean(self._separate - self._tokens, self._separate)
+        self._tokens = self._separate = 0
         metrics |= {f"{self.name}/grad_norm": Mean(grad_norm, 1), f"{self.name}/lr": Mean(float(lr), 1)}
         skips = skipped and self.world.rank == 0  # all ranks skip the same
         return metrics | {"perf/update_tflops": Sum(computed), "training/skipped_updates": Sum(skips)}

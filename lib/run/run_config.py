@@ -35,8 +35,8 @@ def describe_run(args: DataclassInstance, script: Path) -> dict[str, Any]:
 
 def code_files(args: DataclassInstance, script: Path) -> dict[str, Path]:
     """{name in starts/n: path} of the script and of the Python files that flags name."""
-    values = [[value] if isinstance(value, str) else value for value in _named_files(args).values()]
-    paths = [Path(_path_and_name(text)[0]).expanduser() for texts in values for text in texts]
+    values = _named_files(args).values()
+    paths = [Path(_path_and_name(text)[0]).expanduser() for value in values for text in _texts(value)]
     code = dict.fromkeys(path for path in paths if path.suffix == ".py" and path.is_file())
     return {script.name: script} | {f"code/{number}-{path.name}": path for number, path in enumerate(code, 1)}
 
@@ -178,7 +178,7 @@ def _digest(value: str | list[str]) -> str:
 
     Of a file above 64 MiB it takes the size and only 64 blocks: other weights differ everywhere."""
     digest = hashlib.sha256()
-    for text in [value] if isinstance(value, str) else value:
+    for text in _texts(value):
         path, function = _path_and_name(text)
         files = _files_of(path)
         digest.update(json.dumps([function, [file.name for file in files] if len(files) > 1 else []]).encode())
@@ -194,15 +194,23 @@ def _digest(value: str | list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _texts(value: str | list[str]) -> list[str]:
+    """The texts of a flag's value; two of "bash:FOLDER path/to/file.py:name"."""
+    texts = [value] if isinstance(value, str) else value
+    return [part for text in texts for part in (text.split(" ", 1) if text.startswith("bash:") else [text])]
+
+
 def _path_and_name(text: str) -> tuple[str, str]:
     """Of a flag's value: path/to/file.py:name, or a path, perhaps with its kind before it (search:FILE, gym:...)."""
     path, name = text.rsplit(":", 1) if ".py:" in text else (text, "")
-    return re.sub("^(search|gym):", "", path), name
+    return re.sub("^(search|gym|bash):", "", path), name
 
 
 def _files_of(name: str) -> list[Path]:
-    """The file itself; for a folder, the files of a model; [] if it is no path."""
+    """The file itself; for a folder, the files of a model, or of its tasks; [] if it is no path."""
     path = Path(name).expanduser()
+    if name and any(path.glob("*/tests/test.sh")):
+        return sorted(file for file in path.rglob("*") if file.is_file())
     if name and path.is_dir():
         suffixes = {".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".txt", ".py"}
         return sorted(file for file in path.iterdir() if file.suffix in suffixes)

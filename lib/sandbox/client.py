@@ -31,6 +31,7 @@ HOLDS = {  # the strongest level first
     "rlimits": "no network, no signals to others; but it reads and writes what you can, others' memory with it",
     "none": "programs are not run; mathematics is read in the scorer's own process",
 }
+SHELL_READS = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives")
 _zygotes: dict[str, socket.socket] = {}  # by the module that the zygote has imported; forks of this process share them
 _idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes that evaluate() can use again, by function
 _lock = threading.Lock()
@@ -61,9 +62,65 @@ def make_spec(packages: tuple = ("numpy",), **options) -> dict:
     site = sysconfig.get_path("purelib")
     folders = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
     paths = {"packages": [path for path in folders if Path(path).is_dir()], "sys_path": [site], **_folders()}
-    limits = {"timeout": 10.0, "total_timeout": 60.0, "memory_mb": 1024, "processes": 16}
-    limits |= {"folder_mb": 64, "output_mb": 8}
+    limits: dict = {"timeout": 10.0, "total_timeout": 60.0, "memory_mb": 1024, "processes": 16}
+    limits |= {"folder_mb": 64, "output_mb": 8, "open_files": 64, "links": ()}
     return {**paths, **limits, "importable": list(packages), "prelude": "", **options}
+
+
+class Shell:
+    """A sandbox for shell commands. It sees the programs in /usr and this Python, read only, and the writable `folders`
+    (names in /, on one file system of folder_mb), which are empty at first and end with it."""
+
+    def __init__(self, folders: tuple[str, ...], memory_mb: int, folder_mb: int):
+        """Raises InputError where the kernel allows no namespaces, RuntimeError if the sandbox does not start."""
+        if (level := sandbox_level()) != "namespaces":
+            raise InputError(f"shell commands need a sandbox of level namespaces, and the strongest here is {level}")
+        if taken := self.taken().intersection(folders):
+            raise InputError(f"/{taken.pop()} of a sandbox is not writable")
+        environment = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
+        spec: dict = {
+            "readable": self.readable(),
+            "hidden": [],
+            "packages": [],
+            "links": folders,
+            "environment": environment,
+        }
+        limits: dict = {"memory_mb": memory_mb, "folder_mb": folder_mb, "output_mb": folder_mb}
+        limits |= {"processes": 32, "open_files": 256, "total_timeout": 3600}
+        self.conn = connect(make_spec(form="shell", level=level, **spec, **limits))
+        self.lock = threading.Lock()  # an answer that nobody waits for any more comes before the next command
+
+    @staticmethod
+    @lru_cache
+    def readable() -> list[str]:
+        python = f"{sys.base_prefix}/bin", f"{sys.base_prefix}/lib"
+        real = sorted({os.path.realpath(path) for path in (*SHELL_READS, *python) if Path(path).exists()})
+        return [path for path in real if not any(path.startswith(other + "/") for other in real)]
+
+    @classmethod
+    def taken(cls) -> set[str]:
+        """Names in / that are not for `folders`."""
+        return {"", "dev", "lib", "lib64", "bin", "proc", "sys", "tmp"} | {
+            Path(path).parts[1] for path in cls.readable()
+        }
+
+    def exec(self, command: str, timeout_s: float) -> tuple[int, str]:
+        """(exit code, output), as zygote.run_shell says. Raises RuntimeError if the sandbox is gone."""
+        with self.lock:
+            try:
+                send(self.conn, [command, timeout_s])
+                code, output = receive(self.conn, time.monotonic() + timeout_s + GRACE)
+            except (OSError, EOFError, ValueError, TypeError) as error:
+                self.conn.close()
+                raise RuntimeError(f"the sandbox is gone: {error!r}") from None
+        return int(code), str(output)
+
+    def close(self) -> None:
+        """Ends all that runs in it, and waits for that."""
+        with suppress(OSError):  # it is closed
+            self.conn.shutdown(socket.SHUT_WR)  # a command ends, and frees the lock
+        with self.lock, suppress(OSError):
+            hang_up(self.conn)
 
 
 def _start_zygote(module: str) -> socket.socket:

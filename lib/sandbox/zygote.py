@@ -40,6 +40,7 @@ import types
 from pathlib import Path
 
 MAX_FRAME = 1 << 26  # bytes of one message
+LONGEST_OUTPUT = 1 << 16  # bytes that are kept of a shell command's output: its beginning and its end
 NUMERIC = re.compile(r"[<>|=][biufc]\d{1,2}")  # numpy's dtypes of arrays that are sent as arrays
 # what LeetCode imports for every program
 PRELUDE = "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys\n"
@@ -400,9 +401,11 @@ def enter_namespaces(spec: dict) -> bool:
     for path in DEVICES:
         Path(root + path).touch()
         mount(path, root + path, None, BIND)
-    for link in map(Path, ("/lib", "/lib64")):
+    for link in map(Path, ("/bin", "/lib", "/lib64")):
         if link.is_symlink():
             Path(f"{root}{link}").symlink_to(link.readlink())
+    for name in spec["links"]:
+        Path(f"{root}/{name}").symlink_to(f"/tmp/{name}")
     Path(f"{root}/tmp").mkdir()
     # /tmp comes before the libraries, since some of them may lie in it
     mount("tmpfs", root + "/tmp", "tmpfs", 2 | 4, f"size={spec['folder_mb']}m,nr_inodes=10000,mode=777")
@@ -525,7 +528,7 @@ def become_program(spec: dict, folder: str, files: list[int]) -> None:
     os.closerange(len(files), 1 << 20)
     os.chdir(folder)
     tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = folder
-    limit(CPU=int(spec["total_timeout"]) + 1, FSIZE=spec["output_mb"] << 20, NOFILE=64, CORE=0)
+    limit(CPU=int(spec["total_timeout"]) + 1, FSIZE=spec["output_mb"] << 20, NOFILE=spec["open_files"], CORE=0)
     if spec["level"] == "namespaces":
         limit(NPROC=spec["processes"] + 2)
     put_up_walls(spec, folder)
@@ -612,8 +615,41 @@ def run_functions(conn, spec: dict, folder: str, null: int) -> None:
         send(conn, answer)
 
 
+def run_shell(conn, spec: dict, folder: str, null: int) -> None:
+    """Runs [command, seconds] in bash. Answers with [exit code, as bash says it, or 124 after its time; output]. What
+    a command leaves running ends with it; its files stay."""
+
+    def bash() -> None:
+        try:
+            os.execve("/bin/bash", ["bash", "-c", command], os.environ | spec["environment"])
+        except (OSError, ValueError) as error:  # it is longer than the kernel takes, or has a NUL
+            print(f"bash: {error}")
+            raise SystemExit(126) from None
+
+    for name in spec["links"]:
+        Path(f"/tmp/{name}").mkdir()
+    while True:
+        command, seconds = receive(conn)
+        output = os.memfd_create("output")
+        pid = run_program(spec, folder, [null, output, output], bash)
+        ended = os.pidfd_open(pid)
+        in_time = select.select([ended], [], [], seconds)[0]
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
+        code = end_program(pid)
+        size, half = os.fstat(output).st_size, LONGEST_OUTPUT // 2
+        text = os.pread(output, size if size <= 2 * half else half, 0)
+        if size > 2 * half:
+            text += b"\n[... %d bytes left out ...]\n" % (size - 2 * half) + os.pread(output, half, size - half)
+        send(conn, [124 if not in_time else code if code >= 0 else 128 - code, text.decode(errors="replace")])
+        os.close(ended)
+        os.close(output)
+
+
 def init(conn, spec: dict, folder: str) -> None:
     os.setpgid(0, 0)
+    if spec["form"] == "shell" and spec["alone"]:
+        raise OSError("commands need namespaces in which the number of processes can be limited")
     drop_privileges(spec["level"])
     limit(AS=spec["memory_mb"] << 20)
     random.seed(0)  # for the tests, see run_program
@@ -626,8 +662,8 @@ def init(conn, spec: dict, folder: str) -> None:
             put_up_walls(spec, folder)
             run_tests(conn, conn, spec["names"], spec["importable"])
         else:
-            run = {"stdin": run_scripts, "calls": run_calls, "function": run_functions}[spec["form"]]
-            run(conn, spec, folder, null)
+            forms = {"stdin": run_scripts, "calls": run_calls, "function": run_functions, "shell": run_shell}
+            forms[spec["form"]](conn, spec, folder, null)
 
 
 def supervise(conn) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -63,9 +64,12 @@ def test_every_trained_token_was_sampled_in_its_raw_prompt(actions, in_ids, room
     if "fork" in dict(actions):  # of which one may not know the other's answer
         return
     for i, (context, _) in enumerate(engine.sampled):
-        shown = [[*before, *ids[: -1 if ids[-1] == encode(END)[0] else None]] for before, ids in engine.sampled[:i]]
-        shown = [ids for ids in shown if tokenizer().decode(context).startswith(tokenizer().decode(ids))]
-        assert not shown or any(context[: len(ids)] == ids for ids in shown if len(ids) == max(map(len, shown)))
+        text, shown = tokenizer().decode(context), defaultdict(list)  # by the number of their characters
+        for before, ids in engine.sampled[:i]:
+            ids = [*before, *ids[: -1 if ids[-1] == encode(END)[0] else None]]
+            if text.startswith(own := tokenizer().decode(ids)):
+                shown[len(own)].append(ids)
+        assert not shown or any(context[: len(ids)] == ids for ids in shown[max(shown)])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import grpo
 import ppo
 from lib.args import step_sizes
+from lib.data import prefix_tree
 from lib.estimate import flops_of_step
 from lib.model import freeze, load_model, response_log_probs
 from lib.model.flops import StepFlops, flops_of, update_flops
@@ -49,7 +50,7 @@ def test_products_are_those_that_torch_counts(model, share_prompts):
     flops = flops_of(model)
     n = float(batch.batch["response_mask"].sum())
     products, _ = counted(model, batch, share_prompts)
-    ours = float(update_flops(flops._replace(pair=0), batch, share_prompts))
+    ours = float(update_flops(flops._replace(pair=0), batch, prefix_tree(batch, share=share_prompts)))
     again = n * flops.prediction / 3  # logits are computed a second time in the backward
     assert products == pytest.approx(ours + again, rel=1e-12)
 
@@ -59,7 +60,7 @@ def test_attention_is_the_half_that_is_not_masked_of_what_torch_counts(model):
     s = 6 + 5 - 1  # the last token is not computed
     flops = flops_of(model)
     _, attention = counted(model, batch, share_prompts=False)
-    ours = float(update_flops(flops._replace(token=0, prediction=0), batch, share_prompts=False))
+    ours = float(update_flops(flops._replace(token=0, prediction=0), batch, prefix_tree(batch, share=False)))
     assert ours == 2 * 12 * 2 * 64 * s * (s + 1) / 2  # rows x 12 x layers x hidden x pairs
     assert attention == pytest.approx(ours * 2 * s / (s + 1))
 
@@ -90,8 +91,8 @@ def test_products_of_a_tower_are_those_that_torch_counts(tmp_path, kind, frozen)
         freeze(model, frozen)
     flops, n = flops_of(model), float(batch.batch["response_mask"].sum())
     products, _ = counted(model, batch, share_prompts=True)
-    text = float(update_flops(flops._replace(pair=0, patch=0), batch, share_prompts=True)) + n * flops.prediction / 3
-    ours = float(update_flops(flops._replace(pair=0, token=0, prediction=0), batch, share_prompts=True))
+    text = float(update_flops(flops._replace(pair=0, patch=0), batch, prefix_tree(batch))) + n * flops.prediction / 3
+    ours = float(update_flops(flops._replace(pair=0, token=0, prediction=0), batch, prefix_tree(batch)))
     # the lowest layer has no gradient of its input; LLaVA leaves the last layer of its two out
     assert products - text == pytest.approx(ours, rel=0.1 if kind != "llava" else 0.6)
 

@@ -408,7 +408,7 @@ def test_prompts_that_differ_in_one_token_or_in_padding_are_not_shared(tiny_mode
     assert_sharing_is_exact(tiny_model, batch)
 
 
-@pytest.mark.parametrize(("start", "tokens"), [(8, 6 + 8 + 19 + 6 + 6), (0, 6 + 8 + 6 + 19 + 6 + 6)])
+@pytest.mark.parametrize(("start", "tokens"), [(8, 6 + 8 + 7 + 11 + 6 + 6), (0, 6 + 8 + 19 + 6 + 6)])
 def test_a_row_of_two_sequences_shares_its_first_prompt_and_nothing_else(tiny_model, start, tokens):
     """Rows 0 and 1 have one prompt. In row 1 another sequence starts, with a prompt of its own of 5 tokens: after 8
     tokens of the response, or in place of it."""

@@ -1,0 +1,1 @@
+[ "$(tr -d ' \n' < errors.txt)" = 15 ]

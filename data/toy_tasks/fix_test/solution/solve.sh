@@ -1,0 +1,1 @@
+sed -i 's/return \(.*\)/return max(0, \1)/' interval.py

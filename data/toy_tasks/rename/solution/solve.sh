@@ -1,0 +1,1 @@
+for file in *.jpeg; do mv "$file" "${file%.jpeg}.jpg"; done

@@ -1,0 +1,138 @@
+"""The prefixes that sequences have in common: the prompt of a group, and contexts that the segments of an agent's
+episodes repeat. A node of the tree is a run of tokens that is computed once for all sequences on whose path it is."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lib.data.vision import text_positions
+from lib.data_proto import DataProto
+
+MIN_SHARED = 16
+"""Tokens that a run must have to be shared, if it is not a whole prompt: each node is a further piece for attention"""
+
+
+class PrefixTree(NamedTuple):
+    """Nodes with N tokens in all, sorted by `kind`. A path leads from a root to a node and ends with it."""
+
+    lengths: list[int]  # tokens of each node
+    paths: list[list[int]]  # for each node, the nodes of its path
+    above: list[int]  # for each node, the tokens of its path before its own
+    rows: list[list[int]]  # for each node, the row of each sequence on whose path it is
+    token: torch.Tensor  # (N,), node by node: indices into the flattened input_ids
+    place: torch.Tensor  # (B * L,): indices into these N, also of tokens that another row's stand for; 0 without one
+
+    def kind(self, node: int) -> tuple[int, int]:
+        """Attention takes nodes of one kind together: roots of equal length; others of about equal length, with equally
+        many tokens above them."""
+        return _kind(self.above[node], self.lengths[node])
+
+    @property
+    def separate_tokens(self) -> int:
+        """Tokens of all sequences if none shares any."""
+        return sum(n * len(rows) for n, rows in zip(self.lengths, self.rows))
+
+
+class _Node(NamedTuple):
+    start: int  # in its sequences
+    end: int
+    sequences: list[int]
+    path: list[int]
+
+
+def prompt_groups(batch: DataProto) -> torch.Tensor:
+    """(B,) numbers, equal for rows of equal prompts: the attended tokens of `input_ids` before the response, and the
+    images, if there are any: equal tokens may stand for others."""
+    prompts = batch.batch["input_ids"].where(batch.batch["attention_mask"].bool(), -1)
+    prompts = prompts[:, : -batch.batch["response_mask"].shape[1]]
+    if "multi_modal_hash" in batch.batch:
+        prompts = torch.cat([prompts, batch.batch["multi_modal_hash"][:, None]], 1)
+    return prompts.unique(dim=0, return_inverse=True)[1]
+
+
+def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) -> PrefixTree:
+    """The tree of the sequences of a batch on the CPU, of its LAYOUT and multi_modal_hash. A row may hold several
+    consecutive sequences (lib/agent): one begins wherever position_ids is 0. share: False makes each sequence a node.
+    whole: True keeps what follows the last position of a sequence that predicts a trained token; no result depends on
+    it. A batch without trained tokens is kept whole.
+
+    Rows of equal prompts share these. Where such a row has several sequences, they share all that they begin with in
+    common. A row of one sequence, or with images, shares no more than its prompt."""
+    ids, positions = batch.batch["input_ids"], text_positions(batch.batch["position_ids"])
+    attention, trained = batch.batch["attention_mask"].bool(), batch.batch["response_mask"].bool()
+    (B, L), T = ids.shape, trained.shape[1]
+    first = attention & (positions == 0)
+    prompt = attention[:, : L - T].sum(1).numpy()  # (B,)
+    alone = (first.sum(1) == 1) | ("multi_modal_hash" in batch.batch)  # (B,)
+    keys = (positions.long() << 32) + ids  # (B, L): equal for tokens that may be shared
+    keys[:, L - T :] = keys[:, L - T :].where(~alone[:, None], -1 - torch.arange(B * T).view(B, T))
+    if trained.any() and not whole:
+        attention = attention & _precedes_prediction(first, trained)
+        first &= attention
+
+    token = attention.flatten().numpy().nonzero()[0]
+    begin = first.flatten().numpy()[token].nonzero()[0]  # (S,): of each sequence in `token`
+    row = token[begin] // L  # (S,)
+    group = prompt_groups(batch).numpy()[row] if share else np.arange(len(row))
+    sequences = np.split(keys.flatten().numpy()[token], begin[1:])
+    nodes = _nodes(sequences, group.tolist(), prompt[row].tolist())
+    lengths = [node.end - node.start for node in nodes]
+    above = [sum(lengths[i] for i in node.path[:-1]) for node in nodes]
+    at = [int(begin[node.sequences[0]]) + node.start for node in nodes]  # where its first sequence has it in `token`
+    order = sorted(range(len(nodes)), key=lambda i: (_kind(above[i], lengths[i]), at[i]))
+    place, N = np.zeros(B * L, dtype=np.int64), 0
+    for i in order:
+        for s in nodes[i].sequences:
+            place[token[begin[s] + nodes[i].start :][: lengths[i]]] = np.arange(N, N + lengths[i])
+        N += lengths[i]
+    number = {i: new for new, i in enumerate(order)}
+    return PrefixTree(
+        [lengths[i] for i in order],
+        [[number[j] for j in nodes[i].path] for i in order],
+        [above[i] for i in order],
+        [row[nodes[i].sequences].tolist() for i in order],
+        torch.from_numpy(np.concatenate([token[:0], *(token[at[i] :][: lengths[i]] for i in order)])),
+        torch.from_numpy(place),
+    )
+
+
+def _precedes_prediction(first: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+    """(B, L) bool: whether this or a later position of the same sequence predicts a trained token. first (B, L)."""
+    predicts = F.pad(trained, (first.shape[1] - trained.shape[1] - 1, 1)).flatten().nonzero()[:, 0]  # one place before
+    sequence = first.flatten().cumsum(0)  # (B * L,), from 1
+    last = torch.full((len(sequence) + 1,), -1).scatter_reduce(0, sequence[predicts], predicts, "amax")
+    return (torch.arange(len(sequence)) <= last[sequence]).view_as(first)
+
+
+def _kind(above: int, length: int) -> tuple[int, int]:
+    return (above, -(-length // 16)) if above else (0, length)
+
+
+def _nodes(sequences: list[np.ndarray], group: list[int], prompt: list[int]) -> list[_Node]:
+    """The nodes of sequences, given by the keys of their tokens. prompt: the tokens of each one's prompt, of its row.
+    In alphabetical order, sequences that begin alike follow each other."""
+    named = [(number, keys.astype(">i8").tobytes()) for number, keys in zip(group, sequences)]
+    order = sorted(range(len(named)), key=named.__getitem__)
+    common = [0]  # the tokens that each one has in common with the one before it
+    for before, after in itertools.pairwise(order):
+        n = min(len(sequences[before]), len(sequences[after])) if group[before] == group[after] else 0
+        differ = (sequences[before][:n] != sequences[after][:n]).nonzero()[0]
+        common.append(int(differ[0]) if len(differ) else n)
+    nodes: list[_Node] = []
+    # parts order[low:high], the tokens before `start` of which are in the nodes of `path`
+    todo: list[tuple[int, int, int, list[int]]] = [(0, len(order), 0, [])] if order else []
+    while todo:
+        low, high, start, path = todo.pop()
+        end = min(common[low + 1 : high], default=len(sequences[order[low]]))
+        are_equal, is_prompt = end == len(sequences[order[high - 1]]), end == prompt[order[low]]
+        if end > start and (are_equal or is_prompt or end - start >= MIN_SHARED):
+            path = [*path, len(nodes)]
+            nodes.append(_Node(start, end, sorted(order[low:high]), path))
+            start = end
+        if not are_equal:
+            cuts = [low, *(i for i in range(low + 1, high) if common[i] == end), high]
+            todo += [(*part, start, path) for part in itertools.pairwise(cuts)]
+    return nodes

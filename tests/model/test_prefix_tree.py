@@ -1,0 +1,280 @@
+"""Shared prefixes change no result: rows of several sequences against each sequence alone in float64, on every path of
+attention. The trees come from few tokens, so that random sequences begin alike in every way."""
+
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2ForTokenClassification
+
+from lib.data import prefix_tree, prepare_dynamic_batch, prompt_groups
+from lib.data_proto import DataProto
+from lib.distributed import Mean, World, full_tensor, make_mesh, make_row_group, shard_model
+from lib.model import ForwardConfig, load_critic, load_model, response_log_probs, response_values
+from lib.model.flops import flops_of, update_flops
+from lib.model.trained import Policy
+from lib.sampling import Sampling
+from tests.common import float64_norms, run_ranks, save_tiny
+from tests.model.test_models import load, save
+from tests.model.test_varlen import cpu_kernels
+
+Row = tuple[list[int], list[list[int]], list[int]]  # prompt, segments (the first goes on from the prompt), masks
+
+
+def batch_of(rows: list[Row]) -> DataProto:
+    """The masks are those of the segments' tokens, one after the other."""
+    P, T = max(len(row[0]) for row in rows), max(sum(map(len, row[1])) for row in rows)
+    names = ("input_ids", "attention_mask", "position_ids", "response_mask")
+    tensors = {name: torch.zeros(len(rows), P + T, dtype=torch.long) for name in names}
+    for i, (prompt, segments, trained) in enumerate(rows):
+        start, end = P - len(prompt), P + sum(map(len, segments))
+        lengths = [len(prompt) + len(segments[0]), *map(len, segments[1:])]
+        tensors["input_ids"][i, start:end] = torch.tensor([*prompt, *(x for segment in segments for x in segment)])
+        tensors["attention_mask"][i, start:end] = 1
+        tensors["position_ids"][i, start:end] = torch.cat([torch.arange(n) for n in lengths])
+        tensors["response_mask"][i, P:end] = torch.tensor(trained)
+        for begin in [*accumulate(map(len, segments))][:-1]:
+            tensors["response_mask"][i, P + begin] = 0  # nothing predicts a sequence's first token
+    tensors["response_mask"] = tensors["response_mask"][:, P:]
+    return DataProto.from_dict(
+        tensors | {"prompts": tensors["input_ids"][:, :P], "responses": tensors["input_ids"][:, P:]}
+    )
+
+
+def sequences_of(batch: DataProto):
+    """(row, flat index of the first response token, ids, trained) of each sequence; trained: of its response tokens."""
+    ids, attention, positions, trained = (
+        batch.batch[n] for n in ("input_ids", "attention_mask", "position_ids", "response_mask")
+    )
+    P = ids.shape[1] - trained.shape[1]
+    for row in range(len(ids)):
+        columns = attention[row].nonzero()[:, 0].tolist()
+        starts = [c for c in columns if positions[row, c] == 0]
+        for start, end in zip(starts, [*starts[1:], columns[-1] + 1]):
+            begin = max(start, P)
+            yield row, begin - P, ids[row, start:end].tolist(), trained[row, begin - P : end - P].bool().tolist()
+
+
+def separately(model, batch: DataProto) -> torch.Tensor:
+    """(2, B, T): log-probs and entropies, each sequence computed alone."""
+    results = torch.zeros(2, *batch.batch["responses"].shape, dtype=torch.float64)
+    for row, begin, ids, trained in sequences_of(batch):
+        log_p = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        first = len(ids) - len(trained)
+        for t, is_trained in enumerate(trained):
+            if is_trained:
+                at = log_p[first + t - 1]
+                results[0, row, begin + t], results[1, row, begin + t] = at[ids[first + t]], -(at.exp() * at).sum()
+    return results
+
+
+def with_gradient(model, forward):
+    """The results, and the gradient of a random combination of them."""
+    model.zero_grad()
+    results = forward()
+    weights = torch.randn(results.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (results * weights).sum().backward()
+    return results.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def assert_equal(got, expected, tolerance=1e-9):
+    for x, wanted in zip(got, expected, strict=True):
+        assert (x - wanted).norm() <= tolerance * wanted.norm()
+
+
+def needed_prefixes(batch: DataProto) -> set[tuple]:
+    """Of the trie: one for each token that some trained token of its sequence needs."""
+    groups, found = prompt_groups(batch).tolist(), set()
+    sequences = list(sequences_of(batch))
+    rows = [row for row, *_ in sequences]
+    for row, _, ids, trained in sequences:
+        if any(trained):
+            first = len(ids) - len(trained)
+            n = first + max(t for t, is_trained in enumerate(trained) if is_trained)
+            alone = rows.count(row) == 1  # shares only its prompt
+            found |= {(groups[row], (alone and k >= first and row + 1, *ids[: k + 1])) for k in range(n)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+tokens = partial(st.lists, st.integers(1, 2))
+
+
+@st.composite
+def episodes(draw) -> list[Row]:
+    """Rows of one to three groups, in any order: segments that begin alike, are equal, or prefixes of others."""
+    rows = []
+    for prompt in draw(st.lists(tokens(min_size=1, max_size=4), min_size=1, max_size=3)):
+        for _ in range(draw(st.integers(1, 3))):
+            first = draw(tokens(max_size=8))
+            others = draw(st.lists(tokens(min_size=2, max_size=9), max_size=3, min_size=0 if first else 1))
+            others = [prompt + other if draw(st.booleans()) else other for other in others]
+            n = len(first) + sum(map(len, others))
+            rows.append((prompt, [first, *others], draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))))
+    return draw(st.permutations(rows))
+
+
+def row(prompt: list[int], *segments: list[tuple[list[int], int]]) -> Row:
+    """segments: pieces, and whether they are trained."""
+    ids = [[token for piece, _ in segment for token in piece] for segment in segments]
+    return prompt, ids, [trained for segment in segments for piece, trained in segment for _ in piece]
+
+
+g = torch.Generator().manual_seed(1)
+PROMPT, ASKED, A, B, C, D, OWN = (torch.randint(1, 90, (n,), generator=g).tolist() for n in (20, 17, 19, 5, 9, 3, 23))
+FORKS = [  # forks behind the prompt and behind answers, two equal answers, contexts of an agent's own
+    row(PROMPT, [(A, 1), (ASKED, 0), (B, 1)], [(PROMPT + A + ASKED, 0), (C, 1)], [(PROMPT, 0), (D, 1)]),
+    row(PROMPT, [(D[:2], 1), (D[2:], 0)]),
+    row(PROMPT, [], [(OWN, 0), (A, 1)], [(OWN, 0), (C, 1)], [(OWN + A, 0), (B, 1)]),
+    row(PROMPT, [(A + B, 1)], [(PROMPT, 0), (A + B, 1)]),
+    row(OWN, [(A, 1)]),
+]
+NEEDED = 20 + (19 + 17 + 4 + 8 + 2) + 1 + (23 + 19 + 4 + 8) + 4 + (23 + 18)  # tokens: the prompt, then row by row
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return float64_norms(load_model(save_tiny(tmp_path_factory.mktemp("tiny")), dtype=torch.float64))
+
+
+@settings(max_examples=16, deadline=None)
+@given(episodes(), st.sampled_from([1, 1, 2, 4]))
+def test_any_tree_gives_what_each_sequence_gives_alone(model, rows, min_shared):
+    """And computes each token of the trie once, if it shares runs of any length."""
+    batch = batch_of(rows)
+    assume(batch.batch["response_mask"].any())
+    expected = with_gradient(model, lambda: separately(model, batch))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lib.data.prefixes.MIN_SHARED", min_shared)
+        tree, needed = prefix_tree(batch), len(needed_prefixes(batch))
+        assert sum(tree.lengths) == needed if min_shared == 1 else sum(tree.lengths) >= needed
+        assert tree.separate_tokens == sum(prefix_tree(batch, share=False).lengths)
+        for options in ({}, {"share_prompts": False}, {"padding_free": False}):
+            forward = partial(response_log_probs, model, batch, 1.0, **options)
+            assert_equal(with_gradient(model, lambda: torch.stack(forward())), expected)  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        ("llama", "varlen"),
+        ("mistral", "packed_sdpa"),  # windows of 4 tokens, shorter than the prefixes
+        ("gemma3_text", "varlen"),  # in some layers
+        ("qwen3_moe", "packed_sdpa"),
+        ("qwen3_5_text", "packed_sdpa"),  # layers with a state
+        ("lfm2", "varlen"),  # convolutions
+    ],
+)
+def test_every_kind_of_layer_takes_the_tree(tmp_path, family, attention):
+    """Norms, rotary tables and states are in float32 in transformers; a leak changes results by 0.1 to 10."""
+    model, batch = load(save(family, tmp_path), attn_implementation=attention), batch_of(FORKS)
+    assert sum(prefix_tree(batch).lengths) == len(needed_prefixes(batch)) == NEEDED
+    with cpu_kernels():
+        shared = with_gradient(model, lambda: torch.stack(response_log_probs(model, batch, 1.0)))
+    model.set_attn_implementation("sdpa")
+    assert_equal(shared, with_gradient(model, lambda: separately(model, batch)), 1e-5)
+
+
+def test_a_critic_and_gradient_checkpointing_take_the_tree(tmp_path):
+    batch = batch_of(FORKS)
+    path = save_tiny(tmp_path, cls=Qwen2ForTokenClassification, num_labels=1)
+    critic = float64_norms(load_critic(path, dtype=torch.float64, gradient_checkpointing=True))
+    critic.train()
+    shared, rows = (
+        with_gradient(critic, lambda share=share: response_values(critic, batch, share_prompts=share))
+        for share in (True, False)
+    )
+    assert_equal(shared, rows)
+
+
+def test_products_are_those_that_torch_counts(model, monkeypatch):
+    """The counter cannot be told of causal_lower_right, a tensor subclass."""
+    mask = lambda tokens, seen: torch.ones(tokens, seen).tril(seen - tokens).bool()  # noqa: E731
+    monkeypatch.setattr("lib.model.attention.causal_lower_right", mask)
+    batch, flops = batch_of(FORKS), flops_of(model)
+    tree, trained = prefix_tree(batch), int(batch.batch["response_mask"].sum())
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        sum(response_log_probs(model, batch, 1.0)).sum().backward()
+    counted = {str(name): n for name, n in counter.get_flop_counts()["Global"].items()}
+    products = sum(n for name, n in counted.items() if "bmm" not in name)
+    ours = update_flops(flops._replace(pair=0), batch, tree)
+    assert products == pytest.approx(ours + trained * flops.prediction / 3, rel=1e-12)  # logits twice
+    seen = sum(len(prefix) - 1 for _, prefix in needed_prefixes(batch))
+    assert update_flops(flops._replace(token=0, prediction=0), batch, tree) == seen * flops.pair
+
+
+def over_two_ranks(world, path: str, options: dict, tensor: int):
+    """Log-probs of this rank's rows in micro-batches, and the gradient of one. The second rank has one row."""
+    batch = batch_of(FORKS)[[[0, 1, 3, 4], [2]][world.rank]]
+    mesh = make_mesh(world, tensor_parallel=tensor)
+    model = shard_model(float64_norms(load_model(path, dtype=torch.float64, **options)), mesh, torch.float64)
+    with cpu_kernels():
+        group = make_row_group(world, mesh, 1 if tensor > 1 else 2)
+        log_probs = response_log_probs(model, batch, 1.0, row_group=group)[0]
+        (log_probs.square().sum() * world.size).backward()
+    return log_probs.detach(), torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("options", "tensor"), [({}, 1), ({"attn_implementation": "varlen"}, 1), ({}, 2)], ids=["sdpa", "varlen", "tensor"]
+)
+def test_ranks_that_share_their_rows_share_prefixes(tmp_path, options, tensor):
+    path = save_tiny(tmp_path, num_key_value_heads=2)
+    model, batch = float64_norms(load_model(path, dtype=torch.float64)), batch_of(FORKS)
+    model.zero_grad()
+    expected = separately(model, batch)[0]
+    expected.square().sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for (own, got), rows in zip(run_ranks(2, over_two_ranks, path, options, tensor), ([0, 1, 3, 4], [2]), strict=True):
+        assert_equal((own, got), (expected[rows].detach(), gradient))
+
+
+@settings(max_examples=20, deadline=None)
+@given(episodes(), st.integers(5, 60))
+def test_a_micro_batch_counts_the_tokens_of_its_tree(one_rank, rows, max_tokens):
+    batch = batch_of(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lib.data.prefixes.MIN_SHARED", 1)
+        micro_batches, numbers = prepare_dynamic_batch(batch, max_tokens, share_prompts=True)
+        assert sorted(row for part in numbers for row in part) == list(range(len(batch)))
+        sizes = [sum(prefix_tree(micro, whole=True).lengths) for micro in micro_batches]
+    assert all(size <= max_tokens or len(micro) == 1 for size, micro in zip(sizes, micro_batches))
+
+
+def test_a_step_reports_the_tokens_that_it_saves(one_rank, tmp_path):
+    module, batch = load_model(save_tiny(tmp_path)), batch_of(FORKS)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    forward = ForwardConfig(1000, Sampling(8), None, torch.float32)
+    actor = Policy("actor", module, optimizer, scheduler, World(0, 1, torch.device("cpu")), forward, 1.0, False)
+    parts = [batch[[0]], batch[[1, 2, 3, 4]]]
+    for micro in parts:
+        actor.backward(actor.log_probs(micro)[0].sum())
+    tokens = sum(len(needed_prefixes(micro)) for micro in parts)
+    whole = [
+        20 + 19 + 17 + 4,
+        20 + 19 + 17 + 8,
+        20 + 2,
+        20 + 1,
+        23 + 18,
+        23 + 8,
+        23 + 19 + 4,
+        20 + 23,
+        20 + 23,
+        23 + 18,
+    ]
+    name = "perf/shared_prefix_tokens_share"
+    assert actor.step()[name] == Mean(sum(whole) - tokens, sum(whole)) and actor.step()[name] == Mean(0, 0)
