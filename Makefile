@@ -7,10 +7,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
-.PHONY: help setup lock train test browser test-fast diff curves bench docs lint format clean
+.PHONY: help setup lock train test browser agents test-agents test-fast diff curves bench docs lint format clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 11
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
 
 # not in docker/, which sets up before it has the script
 VISION_ROWS := $(patsubst %.py,%/train.jsonl,$(wildcard data/toy_vision.py))
@@ -51,6 +51,16 @@ browser: setup  ## Chromium for the tests of the run page, if there is none; wit
 	install="apt-get install -y -qq --no-install-recommends chromium"; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && { $$install || { apt-get update -qq && $$install; }; }; then exit; fi; \
 	$(BIN)/python -m playwright install chromium || echo "no browser could be installed: tests of the run page are skipped"
+
+AGENTS := .venv-agents
+agents: $(AGENTS)/.ready  ## install agents of other projects in .venv-agents; without it their tests are skipped
+$(AGENTS)/.ready: tests/agent/real/requirements.txt
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r $<
+	@touch $@
+
+test-agents: setup agents  ## the tests with these agents
+	$(BIN)/python -m pytest -n 0 tests/agent/test_real_agents.py $(ARGS)
 
 FAST := core_algos data/test_dataset.py test_data_proto.py run/test_metrics.py scripts/test_siblings.py test_text.py test_docs.py
 test-fast: setup  ## kernels, data, metrics, documents, in two minutes: what to run while you work

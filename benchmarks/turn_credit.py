@@ -23,7 +23,8 @@ from statistics import mean
 CALL_REWARD = 0.2  # of a tool that ran, as in the experiments of arXiv 2505.11821
 RECORD = Path(__file__).parent / "results/turn_credit.json"
 FLAGS = (
-    "--model data/toy_tools/model --train-files data/toy_tools/train.jsonl --val-files data/toy_tools/val.jsonl "
+    "--config data/toy/preset.yaml --model data/toy_tools/model "
+    "--train-files data/toy_tools/train.jsonl --val-files data/toy_tools/val.jsonl "
     "--max-prompt-length 32 --max-response-length 48 --lr 3e-4 --total-steps 20 --multi-turn.max-turns 3 "
     "--val-every 2 --val-temperature 1 --show-samples 0"
 )
@@ -56,7 +57,7 @@ def run_seed(flags: str, seed: int) -> dict:
     from benchmarks.curves import ROOT, job_env
 
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "grpo.py", *FLAGS.split(), *flags.split(), "--seed", str(seed)]
+        command = [sys.executable, "grpo.py", *flags.split(), "--seed", str(seed)]
         command += ["--output-dir", folder, "--run-name", "run"]
         with Path(folder, "log").open("w") as log:
             start = time.perf_counter()
@@ -82,7 +83,7 @@ def main() -> None:
         command = f"python grpo.py {FLAGS} {ARMS[arm]}"
         record = records.setdefault(arm, {"command": command, **provenance(jobs=1), "runs": []})
         if seed not in [run["seed"] for run in record["runs"]]:
-            record["runs"].append(run_seed(ARMS[arm], seed))
+            record["runs"].append(run_seed(f"{FLAGS} {ARMS[arm]}", seed))
             RECORD.write_text(json.dumps(records) + "\n")
             print(arm, seed, record["runs"][-1]["curves"]["accuracy"], flush=True)
 

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import itertools
 import json
+import resource
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from lib.agent.tools import say, show_once
 
 LARGEST_BODY = 1 << 24  # bytes
 BODY_S = 60.0  # how long a client may take to send its request
+BACKLOG = 4096  # connections that wait to be accepted: all agents of a batch connect at once
+OPEN_FILES = 1 << 16  # an episode with a command holds eight, and many systems begin with 1024
 
 
 class Api(Protocol):
@@ -63,11 +66,14 @@ class Endpoint:
         return await asyncio.shield(_of_loop[loop])
 
     async def _start(self) -> "Endpoint":
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None)  # a client that leaves ends its request
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG)
         await site.start()
         host, port = runner.addresses[0]
         self.url = f"http://{host}:{port}/v1"

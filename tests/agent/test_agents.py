@@ -4,7 +4,9 @@ import asyncio
 import json
 import random
 import re
+import resource
 import shlex
+import socket
 import sys
 import threading
 import time
@@ -44,7 +46,7 @@ T = 600
 
 class Fake:
     """An engine whose answers depend on the context and the seed alone. It remembers what it sampled, and never
-    answers who says "hang"."""
+    answers who says "hang" and no more."""
 
     version, pad_token_id, long_steps, shared, in_process = 7, 0, False, False, True
 
@@ -66,7 +68,7 @@ class Fake:
         ended = {}
         for request_id, request in list(self.waiting.items()):
             request[0] -= 1
-            if request[0] < 0 and "hang" not in tokenizer().decode(request[1]):
+            if request[0] < 0 and "\nhang<" not in tokenizer().decode(request[1]):
                 del self.waiting[request_id]
                 ended[request_id] = self.answer(*request[1:])
         return ended
@@ -714,6 +716,25 @@ def test_requests_too_large_and_clients_that_hang(monkeypatch):
 
     out, _ = play(agent)
     assert statuses == [413, 400, 408] and out.non_tensor_batch["finish_reason"].tolist() == ["stop"]
+
+
+def test_agents_of_a_batch_run_at_once(monkeypatch):
+    """Each in a thread and with a connection of its own, where the process may open few files at first."""
+    monkeypatch.setattr(endpoint, "_of_loop", WeakKeyDictionary())  # a new one
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    all_here = threading.Barrier(300)
+
+    def agent(url, key, row):
+        with socket.create_connection(("127.0.0.1", int(url.split(":")[2].removesuffix("/v1")))):
+            all_here.wait(60)
+        good(url, key, row)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        out, _ = play(agent, rows=300)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop"] * 300
 
 
 # ---- agents that fail ----------------------------------------------------------------------------
