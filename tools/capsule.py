@@ -18,6 +18,7 @@ import shutil
 import stat
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,7 +26,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -51,77 +51,34 @@ MEMBERS = re.compile(
 )
 MOST_FILES = 10_000
 MOST_JSON = 2**26  # bytes
-MOST_PARAMETERS = 10**8  # of tiny weights
-LONGEST_INT = 2**20  # in a model's config
-PATH = re.compile(r"(?<![\w/:.*])~?/(?:[^\s/'\",:;]+/)+")
+MOST_PARAMETERS = 2 * 10**8  # of tiny weights
+LARGEST_COUNT, LARGEST_SIZE = 2**20, 2**12  # in a model's config: of tokens and positions, of anything else
+COUNTED = re.compile("vocab|token|position|window|context|n_ctx|eos|bos|pad")
+PATH = re.compile(r"(?<![\w/:.*])(?!/dev/null)~?/(?:[^\s/'\",:;]+/)+")
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 4, "num_local_experts": 4, "n_embd": 64}
 TINY |= {"num_experts_per_tok": 2, "n_layer": 2, "n_head": 4, "n_inner": 96, "max_window_layers": 2}
-SIZES = (("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"))
 # what of a row is neither a text nor made of one
 NO_TEXT = {"uid", "data_source", "finish_reason", "max_response_length", "num_turns", "segments", "agent_metrics"}
 EMPTY: dict[str, Any] = {"raw_prompt": [], "messages": [], "reward_model": {"ground_truth": ""}, "answer": ""}
 EMPTY |= {"extra_info": {}, "tools_kwargs": {}, "interaction_kwargs": {}, "index": 0, "tool_errors": []}
 # flags that a replay does not take over: they decide nothing of the step's mathematics, or would run something
-DROPPED = set(
-    [
-        "total_epochs",
-        "keep_best",
-        "stop_when",
-        "track",
-        "plan",
-        "trace",
-        "trust_remote_code",
-        "train_weights",
-        "dataset_class",
-        "prompt_key",
-        "answer_key",
-        "prompt_template",
-        "system_prompt",
-        "chat_template_kwargs",
-        "loader_workers",
-        "prompt_sampling",
-        "rollout_engine",
-        "agent",
-        "rollout_gpus",
-        "rollout_tensor_parallel_size",
-        "gpu_memory_utilization",
-        "vllm_kwargs",
-        "lora_sync",
-        "max_mismatch",
-        "async_level",
-        "async_order",
-        "multi_turn",
-        "reward_kwargs",
-        "shadow_reward",
-        "val_every",
-        "val_reward",
-        "attn_implementation",
-        "compile",
-        "cpu_offload",
-        "use_liger_kernel",
-        "lr_schedule",
-        "warmup_steps",
-        "kl_target",
-        "entropy_target",
-        "contents",
-        "history",
-        "start",
-        "effective",
-        "no_effect",
-        "recorded_by",
-        "record",
-        "replay",
-        "export_dtype",
-        "keep_checkpoints",
-    ]
-)
+DROPPED = {"total_epochs", "keep_best", "stop_when", "track", "plan", "trace", "trust_remote_code", "train_weights"}
+DROPPED |= {"dataset_class", "prompt_key", "answer_key", "prompt_template", "system_prompt", "chat_template_kwargs"}
+DROPPED |= {"loader_workers", "prompt_sampling", "rollout_engine", "agent", "rollout_gpus"}
+DROPPED |= {"rollout_tensor_parallel_size", "gpu_memory_utilization", "vllm_kwargs", "lora_sync", "max_mismatch"}
+DROPPED |= {"async_level", "async_order", "multi_turn", "reward_kwargs", "shadow_reward", "val_every", "val_reward"}
+DROPPED |= {"attn_implementation", "compile", "cpu_offload", "use_liger_kernel", "lr_schedule", "warmup_steps"}
+DROPPED |= {"kl_target", "entropy_target", "contents", "history", "start", "effective", "no_effect", "recorded_by"}
+DROPPED |= {"record", "replay", "export_dtype", "keep_checkpoints"}
 CHANGED: dict[str, Any] = {"total_steps": 1, "save_every": 0, "export_model": False, "chat_template": "none"}
 CHANGED |= {"allow_special_tokens": True, "filter_overlong_prompts": False, "shuffle": False, "sandbox_level": "none"}
 CHANGED |= {"val_files": ["none"], "val_before_train": False}
-OF_THE_MACHINE = ("timing_s/", "perf/", "prompts/", "training/epoch", "alerts")  # or of the place in the run
-OF_THE_RECORDING = ("reward/", "response_length/", "prompt_length/", "source/", "agent/", "advantages/")
-OF_THE_RECORDING += ("training/rows_in", "training/tokens", "rollout/canary_logp_diff", "rollout/dead_rows")
+OF_THE_MACHINE = re.compile(r"step$|timing_s/|perf/|prompts/|training/epoch")  # or of the place in the run
+OF_THE_RECORDING = re.compile(
+    r"reward/|response_length/|prompt_length/|source/|agent/|advantages/|training/rows_in|training/tokens"
+    r"|rollout/canary_logp_diff|rollout/dead_rows"
+)
 
 
 @dataclass
@@ -226,10 +183,11 @@ def find_recording(args: Args, flags: dict, step: int) -> list[Path]:
         raise InputError(f"{folder}: no recording there; give the folder of the run's --record as --recording")
     ranks = sorted((folder / f"step_{step:06d}").glob("rank_*_of_*"), key=lambda path: int(path.name.split("_")[1]))
     if not ranks or len(ranks) != int(ranks[0].name.rpartition("_")[2]):
-        why = "was not recorded" if not ranks else f"was cut off: it has {len(ranks)} rank(s)"
-        raise InputError(f"--step {step} {why}; {folder} has the steps {steps[0]} to {steps[-1]}")
+        reason = "was not recorded" if not ranks else f"was cut off: it has {len(ranks)} rank(s)"
+        raise InputError(f"--step {step} {reason}; {folder} has the steps {steps[0]} to {steps[-1]}")
     for rank in ranks:
-        if why := why_incomplete(rank, of=f"{rank.parent.name}/{rank.name}") or why_altered(rank, but=[BATCH]):
+        why = why_incomplete(rank, of=f"{rank.parent.name}/{rank.name}") or why_altered(rank, but=[BATCH])
+        if why:
             raise InputError(f"{rank}: not as it was recorded: {why}")
     return ranks
 
@@ -290,11 +248,17 @@ def pack_rank(source: Path, folder: Path, hidden: RandomTokens | None) -> list[d
             if hidden is not None:
                 hidden.hide(data)
             columns = data.non_tensor_batch
+            for key in columns.keys() & EMPTY.keys():
+                columns[key][:] = [clean(value) for value in columns[key]]
             for uid, ids, name in zip(columns["uid"], columns["raw_prompt_ids"], columns["data_source"]):
                 row = {"prompt": " ".join(map(word, ids)), "data_source": name}
                 prompts.setdefault(uid, row | {"reward_model": {"ground_truth": "-"}})
         elif file.name.startswith("scores_"):
-            data.meta_info = {"items": [without_hashes(*item, hidden is not None) for item in data.meta_info["items"]]}
+            data.meta_info = {
+                "items": [
+                    without_hashes(number, answers, hidden is not None) for number, answers in data.meta_info["items"]
+                ]
+            }
         data.save_to_disk(folder / file.name)
     entries = {file.name: entry(file) for file in folder.glob("*.safetensors")}
     write_manifest(folder, entries, of=f"{folder.parent.name}/{folder.name}")
@@ -308,7 +272,7 @@ def without_hashes(number: int, answers: list, no_text: bool) -> tuple[int, list
     for kind, value in answers:
         if isinstance(value, dict):
             value = {k: v for k, v in value.items() if k[0] != " " and not (no_text and not isinstance(v, int | float))}
-        kept.append([kind, "" if no_text and isinstance(value, str) else value])
+        kept.append([kind, "" if no_text and isinstance(value, str) else clean(value)])
     return number, kept
 
 
@@ -320,8 +284,8 @@ def word(token: int) -> str:
 def pack_model(folder: Path, run: Path, flags: dict, step: int, weights: str) -> PreTrainedConfig:
     """Writes the config, with --weights step also the weights. Returns the config."""
     if weights == "step" and step > 1:
-        other = "a critic" if "critic_model" in flags else "a reference" if flags.get("kl_coef") else "adapters"
-        if other != "adapters" or flags["lora_rank"]:
+        others = {"a critic": "critic_model" in flags, "a reference": flags.get("kl_coef"), "LoRA": flags["lora_rank"]}
+        for other in (name for name, has in others.items() if has):
             raise InputError(f"--weights step: the step has {other} too, which a capsule does not hold: take step 1")
         export.main(export.Args(run, step=step - 1, dtype="float32", output=folder))
         for file in folder.iterdir():
@@ -387,7 +351,7 @@ def clean(value: Any) -> Any:
     text = redact(value)
     for form in FORMS.values():
         text = re.sub(rf"{form}[^\s&'\"]*", "***", text)
-    return PATH.sub("…/", text)
+    return PATH.sub(".../", text)
 
 
 def contents(about: dict, prompts: int, recorded: list[Path]) -> str:
@@ -417,10 +381,11 @@ def open_capsule(file: Path, folder: Path, max_gb: float) -> None:
         about = read_about(aside)
         make_model(aside / "model", about)
         write_scorers(aside, about)
+        (aside / "recording/config.json").write_text(json.dumps(replay_flags(folder, about), indent=1))
         aside.rename(folder)
-        config = replay_flags(folder, about)
-        (folder / "recording/config.json").write_text(json.dumps(config, indent=1))
-    except (OSError, zipfile.BadZipFile, SafetensorError, UnicodeError) as error:
+    except InputError:
+        raise
+    except (OSError, zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, UnicodeError) as error:
         raise InputError(f"{file}: no capsule, or a damaged one: {str(error)[:200]}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError) as error:
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
@@ -473,12 +438,12 @@ def read_about(folder: Path) -> dict[str, Any]:
         )
     tokens = about["tokens"]
     special = {*tokens["special"], tokens["eos"], tokens["pad"]} - {None}
-    if not 0 < tokens["vocab"] <= LONGEST_INT or not all(0 <= token < tokens["vocab"] for token in special):
+    if not 0 < tokens["vocab"] <= LARGEST_COUNT or not all(0 <= token < tokens["vocab"] for token in special):
         raise ValueError(f"a vocabulary of {tokens['vocab']} tokens")
     if not re.fullmatch(r"[\w-]+\.py", about["flags"]["script"], re.ASCII):
         raise ValueError(f"script {about['flags']['script']!r}")
     ranks, step = about["ranks"], about["step"]
-    if not (isinstance(ranks, int) and 0 < ranks <= LONGEST_INT and isinstance(step, int)):
+    if not (isinstance(ranks, int) and 0 < ranks <= LARGEST_COUNT and isinstance(step, int)):
         raise ValueError(f"step {step!r} of {ranks!r} ranks")
     for name, value in about["metrics"].items():
         if not isinstance(value, int | float):
@@ -487,7 +452,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def foreign_code(folder: Path, script: str) -> str:
-    """A line about a script that is not this checkout's, and which of the two the command runs; "" if they are equal."""
+    """A line about a script that is not this checkout's, and which of the two runs; "" if they are equal."""
     theirs, ours = folder / "script" / script, ROOT / script
     if not ours.is_file():
         return f"note: the command runs {theirs}, which is code of the capsule's author: read it first"
@@ -499,15 +464,18 @@ def foreign_code(folder: Path, script: str) -> str:
 def make_model(folder: Path, about: dict) -> None:
     """Writes the tokenizer of ids and, if the capsule has none, random weights."""
     config = json.loads((folder / "config.json").read_text())
-    if "auto_map" in config or list(large_ints(config)):
-        raise ValueError(f"sizes or code in model/config.json: {list(large_ints(config))[:3] or 'auto_map'}")
+    if "auto_map" in config:
+        raise ValueError("model/config.json names code")
     if not list(folder.glob("*.safetensors")):
-        layers, width = (max(config.get(a) or 0, config.get(b) or 0) for a, b in SIZES)
-        vocab = config.get("vocab_size") or 0
-        if layers > 8 or width > 256 or vocab * width > MOST_PARAMETERS:
-            raise ValueError(f"{layers} layers of {width}, {vocab} tokens: not a tiny model")
+        if large := list(large_sizes(config)):
+            raise ValueError(f"not a tiny model: {large[0]}")
+        parsed = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            number = sum(p.numel() for p in AutoModelForCausalLM.from_config(parsed).parameters())
+        if number > MOST_PARAMETERS:
+            raise ValueError(f"not a tiny model: {number:,} parameters")
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().save_pretrained(folder)
+        AutoModelForCausalLM.from_config(parsed).float().save_pretrained(folder)
     tokens = about["tokens"]
     tokenizer = Tokenizer(WordLevel({word(i): i for i in range(tokens["vocab"])}, unk_token=word(0)))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -519,12 +487,16 @@ def make_model(folder: Path, about: dict) -> None:
     fast.save_pretrained(folder)
 
 
-def large_ints(value: Any) -> Iterator[int]:
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from large_ints(inner)
-    elif isinstance(value, int) and not -1 <= value <= LONGEST_INT:
-        yield value
+def large_sizes(config: Any, name: str = "") -> Iterator[str]:
+    """The sizes in a model's config, such as layers or experts, that would take long to build."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from large_sizes(value, key)
+    elif isinstance(config, list):
+        for value in config:
+            yield from large_sizes(value, name)
+    elif isinstance(config, int) and config > (LARGEST_COUNT if COUNTED.search(name) else LARGEST_SIZE):
+        yield f"{name} {config}"
 
 
 def write_scorers(folder: Path, about: dict) -> None:
@@ -536,7 +508,7 @@ def write_scorers(folder: Path, about: dict) -> None:
         file, _, name = spec.rpartition(":")
         if not name.isidentifier() or not re.fullmatch(r"[\w-]+\.py", Path(file).name, re.ASCII):
             raise ValueError(f"--reward {spec[:100]!r}")
-        [code] = list(folder.glob(f"script/code/*-{Path(file).name}"))[:1] or [None]
+        code = next(folder.glob(f"script/code/*-{Path(file).name}"), None)
         stub = folder / "scorers" / Path(file).name
         stub.parent.mkdir(exist_ok=True)
         with stub.open("a") as target:
@@ -581,7 +553,7 @@ def compare(folder: Path, tolerance: float) -> None:
     """Compares the replay's metrics with the recorded ones, in the order in which a step computes them."""
     about = read_about(folder)
     theirs, ours = about["metrics"], metrics_of(folder / "replay", 1)
-    names = [name for name in theirs if name != "step" and not name.startswith(OF_THE_MACHINE)]
+    names = [name for name in theirs if not OF_THE_MACHINE.match(name)]
     left_out = ""
     if about["weights"] == "tiny":
         compared = [name for name in names if is_of_the_recording(name, about["flags"])]
@@ -597,7 +569,7 @@ def compare(folder: Path, tolerance: float) -> None:
 
 def is_of_the_recording(name: str, flags: dict) -> bool:
     """Whether the metric depends on no weight."""
-    if not name.startswith(OF_THE_RECORDING):
+    if not OF_THE_RECORDING.match(name):
         return False
     tensors = core_algos.ADV_TENSORS.get(flags.get("adv_estimator") or "gae", ("values",))
     corrected = flags["effective"]["rollout_correction"] != "none"
