@@ -235,7 +235,7 @@ def our_formulas(args: grpo.Args) -> dict[str, str]:
     if args.loss != "vanilla":
         loss = first_sentence(core_algos.POLICY_LOSSES[args.loss])
     if args.kl_coef:
-        loss += f" + {args.kl_coef:g} {args.kl_estimator}"
+        loss += f" + {args.kl_coef:g} {args.kl_estimator} (k3 at most 10)"
     loss += f"; {AGGREGATED[args.loss_agg_mode]}"
     return {
         "mask": "tokens up to the first EOS, and that one",
@@ -273,7 +273,8 @@ def of_verl(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:
         "rloo": "A_i = R_i n / (n - 1) - mean(R) n / (n - 1)",
         "opo": "A_i = R_i - sum(len R) / sum(len)",
     }[estimator]
-    flags = ["--adv-estimator", estimator, "--loss-agg-mode", choose("loss_agg_mode", agg, AGGREGATED)]
+    aggregated = choose("loss_agg_mode", agg, AGGREGATED)
+    flags = ["--adv-estimator", estimator, "--loss-agg-mode", agg]
     clip = f"clip(rho, 1 - {low:g}, 1 + {high:g})"
     c = s["clip_ratio_c"]
     losses = {
@@ -293,7 +294,7 @@ def of_verl(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:
     if s["use_kl_loss"]:
         flags += ["--kl-coef", f"{s['kl_loss_coef']}", "--kl-estimator", s["kl_loss_type"]]
         loss += f" + {s['kl_loss_coef']:g} {s['kl_loss_type']}"
-    return Translation(flags, same_ratio(f"{loss}; {agg}", advantages=advantages))
+    return Translation(flags, same_ratio(f"{loss}; {aggregated}", advantages=advantages))
 
 
 def of_trl(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:

@@ -1,15 +1,18 @@
-"""Writes the dumps of this folder with the real packages, each as docs/parity.md shows. They are not dependencies:
+"""Writes the dumps of this folder with the real packages, as docs/parity.md shows. They are no dependencies:
 
-    pip install --no-deps --target /tmp/verl verl==0.9.1 && pip install --target /tmp/verl ray omegaconf hydra-core ...
-    PYTHONPATH=/tmp/verl python -m tests.tools.parity.make verl
-    PYTHONPATH=/tmp/trl python -m tests.tools.parity.make trl           # pip install --no-deps ... trl==1.16.0
-    PYTHONPATH=/tmp/openrlhf python -m tests.tools.parity.make openrlhf     # pip install --no-deps ... openrlhf==0.11.2
+    pip install --no-deps --target /tmp/verl verl==0.9.1 ray msgpack omegaconf hydra-core orjson codetiming \\
+        antlr4-python3-runtime==4.9.3 torchdata pylatexenc
+    pip install --no-deps --target /tmp/trl trl==1.16.0
+    pip install --no-deps --target /tmp/openrlhf openrlhf==0.11.2
+    rm -r /tmp/verl/tests /tmp/openrlhf/tests     # they would hide ours
+    PYTHONPATH=/tmp/verl python -m tests.tools.parity.make verl       # and so on
 """
 
 import importlib.util
 import json
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from tests.common import TOY_MODEL
 
 FOLDER = Path(__file__).parent
 EOS, B, T, GROUP = 9, 8, 10, 4
+LEARNING_RATE = 3e-5  # at 3e-4 k3 exceeds 10 at a token, where grpo.py bounds it and TRL does not
 SETTINGS: dict[str, dict[str, Any]] = {
     "verl": {"clip_ratio_high": 0.28, "loss_agg_mode": "seq-mean-token-mean", "eos_token_id": EOS},
     "trl": {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.04},
@@ -39,7 +43,14 @@ def batch() -> dict[str, torch.Tensor]:
     log_probs = old + 0.3 * torch.randn(B, T)
     rewards = torch.tensor([1.0, 0, 0.5, 0, 1, 1, 0, 0.25])
     group = torch.arange(B) // GROUP
-    return {"mask": mask, "responses": responses * mask, "old": old, "new": log_probs, "rewards": rewards, "group": group}
+    return {
+        "mask": mask,
+        "responses": responses * mask,
+        "old": old,
+        "new": log_probs,
+        "rewards": rewards,
+        "group": group,
+    }
 
 
 def verl(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -101,7 +112,7 @@ def trl(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"per_device_train_batch_size": B, "num_generations": GROUP, "max_completion_length": T}
         where = {"output_dir": folder, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
-        config = GRPOConfig(num_iterations=2, max_steps=2, learning_rate=3e-3, **sizes, **where, **settings)
+        config = GRPOConfig(num_iterations=2, max_steps=2, learning_rate=LEARNING_RATE, **sizes, **where, **settings)
         trainer = Dumping(
             TOY_MODEL,
             lambda completions, **_: [next(answers) for _ in completions],
@@ -118,20 +129,20 @@ NAMES |= {"num_items_in_batch", "rewards", "group"}
 
 
 def openrlhf(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """OpenRLHF 0.11: its PolicyLoss alone, from the file itself: the package imports deepspeed."""
-    folder = next(Path(path, "openrlhf/models") for path in sys.path if Path(path, "openrlhf/models").is_dir())
-    source = (folder / "loss.py").read_text().replace("from .utils import masked_mean", "")
-    utils = (folder / "utils.py").read_text()
-    spec = importlib.util.spec_from_loader("openrlhf_loss", loader=None)
-    module = importlib.util.module_from_spec(spec)
-    start = utils.index("def masked_mean")
-    exec("import torch\nfrom typing import *\n" + utils[start:].split("\n\n\n")[0] + "\n" + source, vars(module))
+    """OpenRLHF 0.11: its PolicyLoss alone, since the package needs deepspeed; the advantages' line is repeated here."""
+    [folder] = importlib.util.find_spec("openrlhf").submodule_search_locations
+    package = types.ModuleType("openrlhf.models")
+    package.__path__ = [f"{folder}/models"]
+    sys.modules["openrlhf.models"] = package  # without its __init__
+    sys.modules.setdefault("deepspeed", types.ModuleType("deepspeed"))  # imported, and not used by the loss
+    from openrlhf.models.loss import PolicyLoss
+
     b = batch()
     log_probs = b["new"].requires_grad_()
     grouped = b["rewards"].view(-1, GROUP)
     rows = ((grouped - grouped.mean(-1, keepdim=True)) / (grouped.std(-1, keepdim=True) + 1e-9)).flatten()
-    advantages = rows[:, None] * b["mask"]  # the line of experience_maker.py for group_norm
-    policy_loss = module.PolicyLoss(clip_eps_low=0.2, clip_eps_high=settings["eps_clip_high"])
+    advantages = rows[:, None] * b["mask"]
+    policy_loss = PolicyLoss(clip_eps_low=0.2, clip_eps_high=settings["eps_clip_high"])
     loss, _, ppo_kl, *_ = policy_loss(log_probs, b["old"], advantages, b["mask"])
     [gradient] = torch.autograd.grad(loss, log_probs)
     inputs = {"action_mask": b["mask"], "rewards": b["rewards"], "group": b["group"], "advantages": advantages}
@@ -145,6 +156,8 @@ MAKERS = {"verl": verl, "trl": trl, "openrlhf": openrlhf}
 def write(folder: Path, name: str, settings: dict[str, Any]) -> None:
     tensors = {key: x.detach().contiguous().clone() for key, x in MAKERS[name](settings).items()}
     save_file(tensors, folder / f"{name}.safetensors")
+    if name == "trl":
+        settings = settings | {"max_completion_length": T}
     (folder / f"{name}.json").write_text(json.dumps(settings) + "\n")
 
 
