@@ -15,7 +15,8 @@ from tests.common import SMALL, fork, ran
 from tools.capsule import Args, clean, main
 
 SCORER = '''
-import pathlib, somewhere_else  # a module that is not where the capsule is opened
+import pathlib
+DATA = pathlib.Path(__file__).with_name("data.txt").read_text()  # which is not where the capsule is opened
 KEY = "sk-abcdefghijklmnopqrstuvwx"
 FILE = "/home/jane/clients/acme/answers.json"
 pathlib.Path(__file__).with_name("ran").touch()
@@ -30,7 +31,7 @@ def run(tmp_path_factory) -> Path:
     """A run of two steps, recorded, with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "mine.py").write_text(SCORER)
-    (folder / "somewhere_else.py").touch()
+    (folder / "data.txt").touch()
     args = [*SMALL, "--total-steps", "2", "--save-every", "1", "--reward", f"{folder / 'mine.py'}:score"]
     args += ["--record", str(folder / "kept"), "--lr-schedule", "linear", "--warmup-steps", "2"]
     ran(fork("grpo", folder, *args, "--run-name", "live"))

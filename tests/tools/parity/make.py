@@ -73,8 +73,8 @@ def verl(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     [gradient] = torch.autograd.grad(loss, log_prob)
     batch_of_verl = {"responses": b["responses"], "response_mask": mask, "token_level_rewards": rewards}
     batch_of_verl |= {"advantages": advantages, "group": b["group"], "old_log_probs": b["old"]}
-    results = {"loss": loss, "gradient": gradient, "ppo_kl": torch.tensor(metrics["actor/ppo_kl"])}
-    return batch_of_verl | {"log_prob": log_prob} | results
+    logged = {"ppo_kl": torch.tensor(metrics["actor/ppo_kl"])} if metrics else {}  # gpg logs nothing
+    return batch_of_verl | {"log_prob": log_prob, "loss": loss, "gradient": gradient} | logged
 
 
 def trl(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
