@@ -54,7 +54,7 @@ MOST_JSON = 2**26  # bytes
 MOST_PARAMETERS = 2 * 10**8  # of tiny weights
 LARGEST_COUNT, LARGEST_SIZE = 2**20, 2**12  # in a model's config: of tokens and positions, of anything else
 COUNTED = re.compile("vocab|token|position|window|context|n_ctx|eos|bos|pad")
-PATH = re.compile(r"(?<![\w/:.*])(?!/dev/null)~?/(?:[^\s/'\",:;]+/)+")
+PATH = re.compile(r"(?<![\w/.*])(?!//|/dev/null)~?/(?:[^\s/'\",:;]+/)+")  # up to the name of the file
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 4, "num_local_experts": 4, "n_embd": 64}
 TINY |= {"num_experts_per_tok": 2, "n_layer": 2, "n_head": 4, "n_inner": 96, "max_window_layers": 2}
@@ -350,7 +350,8 @@ def clean(value: Any) -> Any:
         return value
     text = redact(value)
     for form in FORMS.values():
-        text = re.sub(rf"{form}[^\s&'\"]*", "***", text)
+        value_of_key = r"[^\s&'\"]*" if form.endswith("=)") else ""
+        text = re.sub(form + value_of_key, "***", text)
     return PATH.sub(".../", text)
 
 
