@@ -136,7 +136,7 @@ def test_redacted_text_is_random_and_what_is_not_text_stays(run, tmp_path):
     for number in range(2):
         main(Args(run, step=2, redact_text=True, output=tmp_path / f"{number}.zip"))
         members = contents(tmp_path / f"{number}.zip")
-        everything = b"\n".join(members.values())
+        everything = b"\n".join(content for name, content in members.items() if not name.startswith("script/"))
         assert b"seen " not in everything and b'"role"' not in everything
         (tmp_path / "rollout").write_bytes(members["recording/step_000001/rank_0_of_1/rollout_0.safetensors"])
         drawn.append(DataProto.load_from_disk(tmp_path / "rollout"))
