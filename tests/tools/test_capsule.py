@@ -138,8 +138,9 @@ def test_redacted_text_is_random_and_what_is_not_text_stays(run, tmp_path):
         members = contents(tmp_path / f"{number}.zip")
         everything = b"\n".join(content for name, content in members.items() if not name.startswith("script/"))
         assert b"seen " not in everything and b'"role"' not in everything
-        (tmp_path / "rollout").write_bytes(members["recording/step_000001/rank_0_of_1/rollout_0.safetensors"])
-        drawn.append(DataProto.load_from_disk(tmp_path / "rollout"))
+        file = tmp_path / f"rollout_{number}"  # a file each: loaded tensors are mapped
+        file.write_bytes(members["recording/step_000001/rank_0_of_1/rollout_0.safetensors"])
+        drawn.append(DataProto.load_from_disk(file))
     [recorded] = [DataProto.load_from_disk(path) for path in run.parent.glob("kept/step_000002/*/rollout_0.*")]
     first, second = drawn
     for name in ("response_mask", "rollout_log_probs", "attention_mask", "position_ids"):
