@@ -130,6 +130,9 @@ def write(args: Args, step: int) -> None:
         raise InputError(f"{output} exists: delete it, or give another --output")
     if args.redact_text and args.weights != "tiny":
         raise InputError("--redact-text with --weights step: the weights would see random tokens; take tiny weights")
+    if "max_gen_batches" in flags and step > 1 and metrics_of(run, step - 1).get("training/rows_left_over"):
+        why = f"step {step - 1} of dapo.py left groups over for it, which its recording does not hold"
+        raise InputError(f"--step {step}: {why}: take step 1, or one after a step whose training/rows_left_over is 0")
     tokenizer = load_tokenizer(flags["model"], trust_remote_code=flags["trust_remote_code"])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
