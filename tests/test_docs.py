@@ -137,6 +137,7 @@ OF_TOOLS = {
     *("--max-mb", "--output", "--serve", "--wheels"),  # of the run page and gpu_check.sh
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
     *("--step", "--merged", "--adapter", "--dtype"),  # of tools/export.py
+    *("--framework", "--max-gb", "--ours", "--recording", "--redact-text", "--tolerance", "--weights"),  # of tools/
     *("--answer-template", "--correct-above", "--gold-key", "--rows"),  # of tools/audit_scorer.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others

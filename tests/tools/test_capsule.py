@@ -1,0 +1,279 @@
+"""tools/capsule.py: a step of a run packed, opened elsewhere and replayed; what is redacted, and hostile files."""
+
+import json
+import platform
+import stat
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib import InputError
+from lib.data_proto import DataProto
+from tests.common import SMALL, fork, ran
+from tools.capsule import Args, clean, main
+
+SCORER = '''
+import pathlib
+DATA = pathlib.Path(__file__).with_name("data.txt").read_text()  # which is not where the capsule is opened
+KEY = "sk-abcdefghijklmnopqrstuvwx"
+FILE = "/home/jane/clients/acme/answers.json"
+pathlib.Path(__file__).with_name("ran").touch()
+def score(data_source, solution_str, ground_truth, extra_info, weight: float = float("1")):
+    """Also answers with a text."""
+    return {"score": float(len(solution_str) % 3 == 0), "pred": "seen " + solution_str, "half": 0.5}
+'''
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of two steps, recorded, with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "mine.py").write_text(SCORER)
+    (folder / "data.txt").touch()
+    args = [*SMALL, "--total-steps", "2", "--save-every", "1", "--reward", f"{folder / 'mine.py'}:score"]
+    args += ["--record", str(folder / "kept"), "--lr-schedule", "linear", "--warmup-steps", "2"]
+    ran(fork("grpo", folder, *args, "--run-name", "live"))
+    (folder / "ran").unlink()
+    return folder / "live"
+
+
+@pytest.fixture(scope="module")
+def capsule(run, tmp_path_factory) -> Path:
+    """Of step 2, with text and tiny weights."""
+    file = tmp_path_factory.mktemp("capsule") / "bug.capsule.zip"
+    main(Args(run, step=2, output=file))
+    return file
+
+
+def replay(folder: Path) -> None:
+    recording = folder / "recording"
+    words = ["--config", str(recording / "config.json"), "--replay", str(recording), "--run-name", "replay"]
+    ran(fork("grpo", folder, *words, preset=[]))
+
+
+def contents(file: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(file) as capsule:
+        return {name: capsule.read(name) for name in capsule.namelist()}
+
+
+def altered(file: Path, to: Path, **members: bytes | None) -> Path:
+    """A copy with these members, by name without directories, changed or left out."""
+    with zipfile.ZipFile(to, "w") as copy:
+        for name, content in contents(file).items():
+            content = members.get(Path(name).stem, content)
+            if content is not None:
+                copy.writestr(name, content)
+    return to
+
+
+def with_about(file: Path, to: Path, **changes) -> Path:
+    about = json.loads(contents(file)["capsule.json"])
+    for name, value in changes.items():
+        target = about["flags"] if name in about["flags"] else about
+        target[name] = value
+    return altered(file, to, capsule=json.dumps(about).encode())
+
+
+# ---- packed, opened and replayed -----------------------------------------------------------------
+
+
+def test_a_step_without_its_text_replays_with_tiny_weights(run, tmp_path, capsys):
+    """Nothing of the run's folder is needed, and no code of the capsule runs. A changed metric is named."""
+    file, folder = tmp_path / "bug.capsule.zip", tmp_path / "opened"
+    main(Args(run, step=2, redact_text=True, output=file))
+    assert "random token ids" in capsys.readouterr().out
+    main(Args(file, output=folder))
+    said = capsys.readouterr().out
+    assert f"replay it:  python grpo.py --config {folder}/recording/config.json" in said and "note:" not in said
+    replay(folder)
+    main(Args(folder))
+    said = capsys.readouterr().out
+    assert "compared metrics of step 2 are as recorded; " in said and "depend on the weights" in said
+    assert not [*run.parent.glob("ran"), *folder.rglob("ran")]
+
+    about = json.loads((folder / "capsule.json").read_text())
+    about["metrics"]["advantages/max"] += 1
+    about["metrics"]["response_length/mean"] *= 1.001
+    (folder / "capsule.json").write_text(json.dumps(about))
+    main(Args(folder))
+    assert capsys.readouterr().out.startswith("response_length/mean is the first of ")
+
+
+def test_the_weights_of_the_step_repeat_all_metrics(run, tmp_path, capsys):
+    """Those of the checkpoint before it, at the learning rate that the warm-up had reached."""
+    file, folder = tmp_path / "bug.capsule.zip", tmp_path / "opened"
+    main(Args(run, step=2, weights="step", output=file))
+    main(Args(file, output=folder))
+    replay(folder)
+    capsys.readouterr()
+    main(Args(folder))
+    said = capsys.readouterr().out
+    assert said.startswith("all ") and "are as recorded" in said and "random" not in said
+    assert int(said.split()[1]) > 40
+
+
+# ---- what a capsule holds ------------------------------------------------------------------------
+
+
+def test_keys_folders_and_the_machine_are_not_in_it(run, capsule):
+    everything = b"\n".join(contents(capsule).values()).decode(errors="replace")
+    for secret in ("sk-abcdef", "/home/jane", str(run.parent), f"{platform.node()}: "):
+        assert secret not in everything
+    assert "answers.json" in everything and "seen " in everything  # names of files, and texts, stay
+
+
+def test_clean_keeps_what_is_no_folder():
+    kept = "https://x.org/a/b lib/args/flags.py a/b --- /dev/null 1/2/3"
+    assert clean(kept) == kept
+    assert clean(["/a/b/c.py:f", {"~/x/y": "search:/d/e"}]) == [".../c.py:f", {".../y": "search:.../e"}]
+    assert clean("http://me:pass@host/x?token=abcd&n=1") == "http***host/x***&n=1"
+
+
+def test_redacted_text_is_random_and_what_is_not_text_stays(run, tmp_path):
+    drawn = []
+    for number in range(2):
+        main(Args(run, step=2, redact_text=True, output=tmp_path / f"{number}.zip"))
+        members = contents(tmp_path / f"{number}.zip")
+        everything = b"\n".join(content for name, content in members.items() if not name.startswith("script/"))
+        assert b"seen " not in everything and b'"role"' not in everything
+        file = tmp_path / f"rollout_{number}"  # a file each: loaded tensors are mapped
+        file.write_bytes(members["recording/step_000001/rank_0_of_1/rollout_0.safetensors"])
+        drawn.append(DataProto.load_from_disk(file))
+    [recorded] = [DataProto.load_from_disk(path) for path in run.parent.glob("kept/step_000002/*/rollout_0.*")]
+    first, second = drawn
+    for name in ("response_mask", "rollout_log_probs", "attention_mask", "position_ids"):
+        assert torch.equal(first.batch[name], recorded.batch[name])
+    sampled = recorded.batch["response_mask"].bool()
+    for one, other in ((first, second), (first, recorded)):
+        equal = (one.batch["responses"] == other.batch["responses"])[sampled].double().mean()
+        assert equal < 0.6  # the EOS of each row stays, others agree by chance
+    assert torch.equal(first.batch["input_ids"], torch.cat([first.batch["prompts"], first.batch["responses"]], 1))
+    groups = [tuple(ids) for ids in first.non_tensor_batch["raw_prompt_ids"]]
+    assert len({*groups}) == 8 and groups[0] == groups[3]
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "what", ["no run", "not recorded", "no such step", "moved", "exists", "cut off", "random text"]
+)
+def test_what_cannot_be_packed_is_one_line(run, tmp_path, what):
+    args = Args(run, step=2, output=tmp_path / "out.zip")
+    copy, step = tmp_path / "run", tmp_path / "kept/step_000002/rank_0_of_2"
+    copy.mkdir()
+    flags = json.loads((run / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(flags | {"record": ""}))
+    if what == "no run":
+        args.source = tmp_path / "kept"
+    elif what == "not recorded":
+        args.source = copy
+    elif what == "no such step":
+        args.step = 3
+    elif what == "moved":
+        args.recording = tmp_path / "other"
+    elif what == "exists":
+        args.output = run
+    elif what == "cut off":
+        step.mkdir(parents=True)
+        args.recording = tmp_path / "kept"
+    else:
+        args.redact_text, args.weights = True, "step"
+    expected = {
+        "no run": "no config.json there",
+        "not recorded": "ran without --record",
+        "no such step": "--step 3 was not recorded; .* has the steps 1 to 2",
+        "moved": "no recording there",
+        "exists": "exists: delete it",
+        "cut off": r"was cut off: it has 1 rank\(s\)",
+        "random text": "--redact-text with --weights step",
+    }
+    with pytest.raises(InputError, match=expected[what]) as error:
+        main(args)
+    assert "\n" not in str(error.value) and not (tmp_path / "out.zip").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil.py", "/tmp/evil.py", "script/../../evil.py", "script/code/1-a.py\n", "evil.sh"]
+)
+def test_a_member_that_is_no_part_of_a_capsule_is_rejected(capsule, tmp_path, name):
+    file = altered(capsule, tmp_path / "hostile.zip")
+    with zipfile.ZipFile(file, "a") as hostile:
+        hostile.writestr(name, "x")
+    with pytest.raises(InputError, match="is no file of a capsule"):
+        main(Args(file, output=tmp_path / "opened"))
+    assert {path.name for path in tmp_path.iterdir()} == {"hostile.zip"}
+
+
+def test_links_bombs_and_doubles_are_rejected(capsule, tmp_path):
+    link = zipfile.ZipInfo("script/link.py")
+    link.external_attr = (stat.S_IFLNK | 0o777) << 16
+    for name, member in (("link", link), ("double", "capsule.json"), ("bomb", "script/big.py")):
+        file = altered(capsule, tmp_path / f"{name}.zip")
+        with (
+            zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as hostile,
+            pytest.warns() if name == "double" else _quiet(),
+        ):
+            hostile.writestr(member, b"/etc/passwd" if name == "link" else b"0" * (2**26 + 1 if name == "bomb" else 1))
+        with pytest.raises(InputError):
+            main(Args(file, output=tmp_path / "opened"))
+    with pytest.raises(InputError, match="more than --max-gb"):
+        main(Args(capsule, output=tmp_path / "opened", max_gb=1e-6))
+    assert not (tmp_path / "opened").exists() and not (tmp_path / "opened.tmp").exists()
+
+
+class _quiet:
+    def __enter__(self): ...
+    def __exit__(self, *_): ...
+
+
+def test_a_damaged_or_foreign_file_is_one_line(capsule, tmp_path):
+    raw = capsule.read_bytes()
+    broken = bytearray(raw)
+    broken[100:140] = bytes(40)
+    files = {"text": b"no zip", "cut": raw[: len(raw) // 2], "bits": bytes(broken), "empty": b""}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError) as error:
+            main(Args(tmp_path / name, output=tmp_path / "opened"))
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "opened").exists()
+
+
+def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_path):
+    config = json.loads(contents(capsule)["model/config.json"])
+    for change in ({"auto_map": {"AutoConfig": "evil.Config"}}, {"num_hidden_layers": 10**7}, {"model_type": "evil"}):
+        file = altered(capsule, tmp_path / "hostile.zip", config=json.dumps(config | change).encode())
+        with pytest.raises(InputError, match="is not as it should be"):
+            main(Args(file, output=tmp_path / "opened"))
+    for change in (
+        {"reward": ["x/mine.py:os.system"]},
+        {"reward": ["../../evil.py:f\n"]},
+        {"script": "../grpo.py"},
+        {"ranks": "1; rm"},
+        {"format": 99},
+        {"flags": []},
+        {"metrics": {"a": "b"}},
+        {"tokens": {"vocab": 10**9, "special": [], "eos": 0, "pad": 0}},
+    ):
+        file = with_about(capsule, tmp_path / "hostile.zip", **change)
+        with pytest.raises(InputError):
+            main(Args(file, output=tmp_path / "opened"))
+    for left_out in ("capsule", "config"):
+        with pytest.raises(InputError, match="no capsule"):
+            main(Args(altered(capsule, tmp_path / "hostile.zip", **{left_out: None}), output=tmp_path / "opened"))
+    assert not (tmp_path / "opened").exists()
+
+
+def test_flags_of_a_capsule_name_no_file_or_command_of_its_own(capsule, tmp_path):
+    """An agent is a command, an engine and a data set class are files: a replay has none of them."""
+    evil = {"agent": "touch /tmp/x", "rollout_engine": "/tmp/e.py:E", "dataset_class": "/tmp/d.py:D"}
+    evil |= {"trust_remote_code": True, "shadow_reward": ["/tmp/s.py:f"], "val_reward": ["/tmp/s.py:f"]}
+    file = with_about(capsule, tmp_path / "hostile.zip", **evil)
+    main(Args(file, output=tmp_path / "opened"))
+    flags = json.loads((tmp_path / "opened/recording/config.json").read_text())
+    assert not evil.keys() & flags.keys()
+    own = [flags["model"], *flags["train_files"], *flags["reward"], flags["output_dir"]]
+    assert all(path.startswith(str(tmp_path / "opened")) for path in own)
