@@ -42,6 +42,7 @@ from lib import InputError, setup
 from lib.args import settings as names
 from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
+from lib.columns import COLUMNS
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
 
@@ -61,8 +62,10 @@ class Task:
     pass_rates: of the current policy, one for each prompt. staleness: updates between sampler and current policy; each
     moves a prompt's logits by `drift`, in equal parts along its true gradient and in a random direction."""
 
-    def __init__(self, pass_rates: Sequence[float], max_length: int = 3, staleness: int = 0, drift: float = 0.5):
-        responses, prefixes = [*_responses(max_length)], [*_prefixes(max_length)]
+    def __init__(self, pass_rates: Sequence[float], max_length: int = 3, staleness: int = 0, drift: float = 0.3):
+        # by reward and length, so that groups that are the same to an outcome's estimator have equal columns
+        responses = sorted(_responses(max_length), key=lambda r: (_is_right(r), len(r)))
+        prefixes = [*_prefixes(max_length)]
         number = {prefix: i for i, prefix in enumerate(prefixes)}
         padding = [[0] * (max_length - len(response)) for response in responses]
         self.tokens = torch.tensor([[*response, *pad] for response, pad in zip(responses, padding)])  # (N, T)
@@ -70,7 +73,7 @@ class Task:
         self.states = torch.tensor(
             [[number[r[:t]] for t in range(len(r))] + pad for r, pad in zip(responses, padding)]
         )  # (N, T): the prefix before each token
-        self.rewards = torch.tensor([float(r.count(A) > r.count(B)) for r in responses], dtype=torch.float64)  # (N,)
+        self.rewards = torch.tensor([_is_right(r) for r in responses], dtype=torch.float64)  # (N,)
         noise = torch.Generator().manual_seed(0)
         shape = len(pass_rates), len(prefixes), 3
         base, away, drifts = (torch.randn(shape, generator=noise, dtype=torch.float64) for _ in range(3))
@@ -150,6 +153,10 @@ class Task:
         }
 
 
+def _is_right(response: tuple) -> bool:
+    return response.count(A) > response.count(B)
+
+
 def _prefixes(max_length: int) -> Iterable[tuple]:
     return (p for length in range(max_length) for p in itertools.product((A, B), repeat=length))
 
@@ -191,7 +198,7 @@ def make_batches(task: Task, prompts: int, group_size: int, limit: int) -> Batch
         noise = torch.Generator().manual_seed(1)
         drawn = torch.randint(M, (limit // prompts, prompts), generator=noise)
         flat = torch.multinomial(probs[drawn.flatten()], group_size, replacement=True, generator=noise)
-        return Batches(drawn, flat.view(*drawn.shape, group_size), None)
+        return Batches(drawn, flat.view(*drawn.shape, group_size).sort(-1).values, None)
     groups = torch.tensor([*itertools.combinations_with_replacement(range(N), group_size)])  # (groups, n)
     counts = torch.nn.functional.one_hot(groups, N).sum(1).double()
     orders = (math.lgamma(group_size + 1) - torch.lgamma(counts + 1).sum(1)).exp()
@@ -280,24 +287,46 @@ class Step:
         by_token = by_token.view(K, M, S, V)
         return (by_token - by_token.sum(-1, keepdim=True) * task.logits.softmax(-1)).flatten(1)
 
-    def _with_advantages(self, batches: Batches, alone: bool) -> DataProto:
-        """The rows of all batches, after the script's add_advantages has seen them, together or one batch at a time."""
+    def batch(self, batches: Batches) -> DataProto:
+        """The rows of all batches, as they are before add_advantages."""
         columns, (K, P, n) = self.task.rows(*batches.rows()), batches.responses.shape
         columns["token_level_scores"] = self.reward * columns["token_level_scores"]
         stale = self.args.old_log_probs == "rollout"
         columns["old_log_probs"] = columns["rollout_log_probs" if stale else "policy_log_probs"]
         if getattr(self.args, "reward_keys", ()):
             columns["reward_components"] = columns["token_level_scores"].sum(1, keepdim=True)
+        if "critic" not in signature(self.script.update).parameters:
+            del columns["values"]
         uids = np.repeat(np.arange(K * P).astype(str), n)
-        batch = DataProto.from_dict(tensors=columns, non_tensors={"uid": uids.astype(object)})
-        parts = [part.select() for part in batch.split(P * n)] if alone else [batch]
-        free = mock.patch.object(
-            self.script, "data_metrics", lambda batch: {}
-        )  # of what costs time and changes nothing
+        return DataProto.from_dict(tensors=columns, non_tensors={"uid": uids.astype(object)})
+
+    def kinds(self, batch: DataProto, K: int) -> Tensor:
+        """(K,): batches with the same number have equal columns, as far as add_advantages reads them."""
+        always = {name for name, column in COLUMNS.items() if column.gathered == "always"}
+        read = sorted(always.union(self.columns) & {*batch.batch.keys()})
+        seen = torch.cat([batch.batch[name].double().reshape(K, -1) for name in read], 1)
+        return seen.unique(dim=0, return_inverse=True)[1]
+
+    def _with_advantages(self, batches: Batches, alone: bool) -> DataProto:
+        """The rows of all batches, after the script's add_advantages has seen them, together or one batch at a time."""
+        batch, (K, P, n) = self.batch(batches), batches.responses.shape
+        if not alone:
+            self._add_advantages(batch)
+            return batch
+        kind = self.kinds(batch, K)
+        first = torch.full((int(kind.max()) + 1,), K).scatter_reduce(0, kind, torch.arange(K), "amin")  # of each kind
+        split = batch.split(P * n)
+        parts = [split[i].select() for i in first.tolist()]
+        for part in parts:
+            self._add_advantages(part)
+        for name in parts[0].batch.keys() - batch.batch.keys():
+            batch.batch[name] = torch.stack([part.batch[name] for part in parts])[kind].flatten(0, 1)
+        return batch
+
+    def _add_advantages(self, batch: DataProto) -> None:
+        free = mock.patch.object(self.script, "data_metrics", lambda batch: {})  # costs time, and changes nothing
         with free, mock.patch.object(setup, "advantage_columns", lambda *_: self.columns):
-            for part in parts:
-                self.script.add_advantages(self.args, part, self.correction, setup.make_kl_control(self.args), 1)
-        return DataProto.concat(parts)
+            self.script.add_advantages(self.args, batch, self.correction, setup.make_kl_control(self.args), 1)
 
     def _by_log_prob(self, rows: DataProto, batches: int) -> Tensor:
         """The gradient of each batch's own loss by the log-probs of its rows (B, T). All have the same counts."""
@@ -510,8 +539,9 @@ TABLES = {
 class Oracle:
     """Measures settings; batches and true gradients are made once for each cell."""
 
-    def __init__(self, script: str, max_length: int, limit: int, alone_limit: int):
-        self.script, self.max_length, self.limit, self.alone_limit = script, max_length, limit, alone_limit
+    def __init__(self, script: str, max_length: int, drift: float, limit: int, alone_limit: int):
+        self.script, self.max_length, self.drift = script, max_length, drift
+        self.limit, self.alone_limit = limit, alone_limit
         self.scripts: dict[str, ModuleType] = {}
         self.cells: dict[str, tuple[Task, Batches, Tensor]] = {}
 
@@ -524,14 +554,14 @@ class Oracle:
         task, batches, truth = self._of(cell)
         step = Step(self.scripts[path], flags, task, reward=0.0 if cell.kl else 1.0)
         alone = step.depends_on_others(batches)
-        if alone and len(batches.prompts) > self.alone_limit:
+        if alone and step.kinds(step.batch(batches), len(batches.prompts)).max() >= self.alone_limit:
             batches = batches.draw(self.alone_limit, seed=3)
         return compare(step.gradients(batches, alone), batches.weights, truth)
 
     def _of(self, cell: Cell) -> tuple[Task, Batches, Tensor]:
         key = repr(cell)
         if key not in self.cells:
-            task = Task(cell.pass_rates, self.max_length, cell.staleness)
+            task = Task(cell.pass_rates, self.max_length, cell.staleness, self.drift)
             batches = make_batches(task, cell.prompts, cell.group_size, self.limit)
             self.cells[key] = task, batches, task.gradient(0.0 if cell.kl else 1.0, cell.kl).flatten()
         return self.cells[key]
@@ -587,15 +617,14 @@ def _sampled(column: Sequence[dict]) -> str:
 
 
 def draw(record: dict, file: Path) -> None:
-    """The angle between expected and true gradient, in the last exact cell of each row."""
+    """The angle between the expected and the true gradient, in the column "mixed", else in the last one."""
     from matplotlib.figure import Figure  # slow to import
 
     tables = record["tables"]
     heights = [len(table["rows"]) + 3 for table in tables]
     figure = Figure(figsize=(9, 0.19 * sum(heights)), dpi=80, layout="constrained")
     for axes, table in zip(np.atleast_1d(figure.subplots(len(tables), 1, height_ratios=heights)), tables):
-        cells = [[cell for cell in row["cells"] if cell["exact"]] for row in table["rows"]]
-        shown = [exact[-1] if exact else row["cells"][-1] for exact, row in zip(cells, table["rows"])]
+        shown = [next((c for c in row["cells"] if c["label"] == "mixed"), row["cells"][-1]) for row in table["rows"]]
         angles = [math.degrees(math.acos(max(-1.0, min(cell["cosine"] or 0, 1)))) for cell in shown]
         bars = axes.barh([row["name"] for row in table["rows"]], angles, color="tab:blue")
         axes.bar_label(bars, [f"{angle:.1f}°, length x {c['ratio']:.2g}" for angle, c in zip(angles, shown)], padding=3)
@@ -628,6 +657,8 @@ class Args:
     """flags of the script, one text for each row: measures them instead of the tables"""
     max_length: int = 3
     """tokens of the longest response"""
+    drift: float = 0.3
+    """distance that an update moves the logits of a prompt, for staleness"""
     groups: int = 10000
     """most groups: if all possible batches have more, batches with so many are sampled"""
     batches_alone: int = 1000
@@ -642,7 +673,7 @@ def main(args: Args) -> None:
         raise InputError(f"--max-length {args.max_length}: from 1 to 5, or there are too many responses")
     if min(args.groups, args.batches_alone) < 1000:
         raise InputError("--groups and --batches-alone: at least 1000")
-    oracle = Oracle(args.script, args.max_length, args.groups, args.batches_alone)
+    oracle = Oracle(args.script, args.max_length, args.drift, args.groups, args.batches_alone)
     tables = [TABLES[name] for name in args.tables]
     if args.settings:
         cells = [*RATES, MIXED, *SIZES, *STALE[1:]]
