@@ -307,13 +307,13 @@ def _quoted(text: str) -> str:
 def draw(updates: list[dict], file: Path) -> None:
     from matplotlib.figure import Figure  # slow to import
 
-    figure = Figure(figsize=(11, 3.6), dpi=80, layout="constrained")
+    figure = Figure(figsize=(13, 3.6), dpi=80, layout="constrained")
     for axes, key, label in zip(figure.subplots(1, 2), ("cosine", "ratio"), ("cosine", "norm / norm as recorded")):
         for name in updates[0]["choices"]:
             values = [update["choices"][name][key] for update in updates]
             axes.plot(range(1, len(values) + 1), [math.nan if v is None else v for v in values], ".-", label=name)
         axes.set(xlabel="update", ylabel=label)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(file)
 
 

@@ -622,7 +622,7 @@ def draw(record: dict, file: Path) -> None:
 
     tables = record["tables"]
     heights = [len(table["rows"]) + 3 for table in tables]
-    figure = Figure(figsize=(9, 0.19 * sum(heights)), dpi=80, layout="constrained")
+    figure = Figure(figsize=(9, 1 + 0.19 * sum(heights)), dpi=80, layout="constrained")
     for axes, table in zip(np.atleast_1d(figure.subplots(len(tables), 1, height_ratios=heights)), tables):
         shown = [next((c for c in row["cells"] if c["label"] == "mixed"), row["cells"][-1]) for row in table["rows"]]
         angles = [math.degrees(math.acos(max(-1.0, min(cell["cosine"] or 0, 1)))) for cell in shown]
