@@ -71,6 +71,7 @@ class _Probe:
 
     def __init__(self, model: Any):
         self.model, self.gradient = model, Tensor()
+        self.rows = Tensor()  # of the micro-batch, in the mini-batch
         self.by_log_prob: dict[int, Tensor] = {}  # row of the mini-batch -> (T,)
 
     def __getattr__(self, name: str) -> Any:
@@ -121,7 +122,11 @@ class Lens:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        mine = {"add_advantages": self._add_advantages, "update": self._update, "micro_batches": self._micro_batches}
+        mine: dict[str, Any] = {
+            "add_advantages": self._add_advantages,
+            "update": self._update,
+            "micro_batches": self._micro_batches,
+        }
         with mock.patch.multiple(self.script, **mine):
             yield
 

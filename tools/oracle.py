@@ -248,6 +248,8 @@ class Step:
     """One step of the script with these flags, on each of many batches of the task. reward: a factor."""
 
     def __init__(self, script: ModuleType, flags: str, task: Task, reward: float = 1.0):
+        if not dist.is_initialized():  # the script's collectives, in a group of one
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         self.script, self.task, self.reward = script, task, reward
         self.args, self.correction = args_of(script, flags)
         self.columns = setup.advantage_columns(self.args, self.correction)
@@ -324,7 +326,7 @@ class Step:
         return batch
 
     def _add_advantages(self, batch: DataProto) -> None:
-        free = mock.patch.object(self.script, "data_metrics", lambda batch: {})  # costs time, and changes nothing
+        free: Any = mock.patch.object(self.script, "data_metrics", lambda batch: {})  # slow, and changes nothing
         with free, mock.patch.object(setup, "advantage_columns", lambda *_: self.columns):
             self.script.add_advantages(self.args, batch, self.correction, setup.make_kl_control(self.args), 1)
 
@@ -342,8 +344,6 @@ class Step:
 @cache  # it takes half a second
 def args_of(script: ModuleType, flags: str) -> tuple[Any, dict]:
     """The script's Args and its rollout correction. Raises InputError."""
-    if not dist.is_initialized():  # the script's collectives, in a group of one
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     toy = ["--config", str(ROOT / "data/toy/preset.yaml"), "--num-mini-batches", "1", "--update-epochs", "1"]
     args = parse_one_line(script, [*toy, *shlex.split(flags)])
     return args, setup.check_algorithm(args, torch.device("cpu"))
@@ -487,7 +487,8 @@ def _corrections() -> dict[str, str]:
 KINDS = get_args(names.KLEstimator)
 NORM = "--loss-agg-mode seq-mean-token-sum-norm --max-response-length 3"
 MEAN = "--loss-agg-mode seq-mean-token-mean"
-TABLES = {
+TableName = Literal["estimators", "aggregation", "zero_variance", "losses", "corrections", "kl", "recipes"]
+TABLES: dict[str, Table] = {
     "estimators": Table("Advantage estimators", SUM, _estimators(), [*RATES, MIXED, *SIZES, EIGHT]),
     "aggregation": Table(
         "Aggregation",
@@ -647,9 +648,7 @@ def rows_of(record: dict) -> Iterable[dict]:
 class Args:
     """Flags of the command."""
 
-    tables: tuple[
-        Literal["estimators", "aggregation", "zero_variance", "losses", "corrections", "kl", "recipes"], ...
-    ] = tuple(TABLES)  # type: ignore[assignment]
+    tables: tuple[TableName, ...] = get_args(TableName)
     """which tables to measure"""
     script: str = str(ROOT / "grpo.py")
     """grpo.py or a copy of it"""

@@ -19,6 +19,13 @@ EQUAL = {"abs": 1e-7, "rel": 0}  # epsilon, 1e-6, is added to a std of 0.5 or mo
 TWO = (0.2, 0.6)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_process_group():
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def step_of(task: Task, reward: float = 1.0, **flags) -> Step:
     """Flags are set, not parsed, which would take half a second each."""
     step = Step(SCRIPT, SUM, task, reward)
