@@ -63,7 +63,7 @@ class Args:
     tokens: int = 5
     """tokens to show for each choice"""
     output: str = ""
-    """folder for lens.json, lens.md and lens.png; such as the run's, whose page then shows them"""
+    """folder for lens.json, lens.md and lens.png"""
 
 
 class _Probe:
