@@ -139,6 +139,8 @@ OF_TOOLS = {
     *("--step", "--merged", "--adapter", "--dtype"),  # of tools/export.py
     *("--framework", "--max-gb", "--ours", "--recording", "--redact-text", "--tolerance", "--weights"),  # of tools/
     *("--answer-template", "--correct-above", "--gold-key", "--rows"),  # of tools/audit_scorer.py
+    *("--adv-estimators", "--choices", "--flags", "--loss-agg-modes", "--losses", "--script"),  # of tools/lens.py
+    *("--drift", "--steps", "--tables", "--tokens"),  # and tools/oracle.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others
     *("--flag", "--name"),  # placeholders
