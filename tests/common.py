@@ -5,6 +5,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import random
 import re
 import resource
 import runpy
@@ -387,6 +388,8 @@ def run_as_main(arguments: list[str], outputs: list[Path], env: dict[str, str]) 
     os.environ.clear()
     os.environ.update(env)
     sys.argv = arguments
+    random.seed()  # as in a process of its own: the server's state is the same in each fork
+    np.random.seed()
     run = runpy.run_path if arguments[0].endswith(".py") else partial(runpy.run_module, alter_sys=True)
     run(arguments[0], run_name="__main__")
 

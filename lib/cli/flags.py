@@ -43,6 +43,12 @@ AS_PYTHON = {"null": "None", "~": "None", "": "None", "true": "True", "false": "
 DEEPEST = 5  # levels of a config, of which flags have three
 OF_SCRIPTS = "scripts"  # in a preset: flags of one script each
 LONGEST = 100  # characters of a name that a message repeats, and digits of a number
+RENAMED = {  # flags in the config.json of older runs whose new name is not the most similar one
+    "--engine-ranks": "--rollout-tensor-parallel-size",
+    "--gpu-memory": "--gpu-memory-utilization",
+    "--replicas": "--dp-replicate-size",
+    "--lam": "--gae-lambda",
+}
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
@@ -265,7 +271,8 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--
         if flag in flags or (is_mapping and any(other.startswith(f"{flag}.") for other in flags)):
             values[name] = _values(inner, file, flags, flag if flag in flags else f"{flag}.")
         else:
-            near = difflib.get_close_matches(flag, flags, 1)
+            settings = [other for other in flags if other.startswith(f"{flag}.")]
+            near = settings or difflib.get_close_matches(RENAMED.get(flag, flag), flags, 1)
             hint = f"; is it {near[0][2:].replace('-', '_')}?" if near else "; --help has the names"
             raise InputError(f"{where}: there is no flag {key.value[:LONGEST]}{hint}")
     return values

@@ -67,7 +67,7 @@ def test_a_streams_own_settings_and_text_stay():
     assert (done.returncode, done.stdout) == (0, "ä ö?\n".encode("latin-1")), done.stderr
 
 
-IMPORTS = """
+READS = """
 import sys, time
 from dataclasses import dataclass
 from lib.cli.flags import Group, read_flags
@@ -75,8 +75,23 @@ class Args(Group):
     pass
 read_flags(dataclass(Args))
 print("imports", flush=True)
-time.sleep(1000)
 """
+IMPORTS = f"{READS}time.sleep(1000)"
+
+
+@pytest.mark.parametrize(
+    ("threads", "expected"),
+    [
+        ("1", (0, DROPPED.format("No space left on device").removesuffix(3 * "b\n"))),
+        ("x", (2, "error: OMP_NUM_THREADS=x: ")),
+    ],
+    ids=["full", "threads"],
+)
+def test_a_script_guards_its_output_and_checks_its_threads(threads, expected):
+    command = ["bash", "-c", 'OMP_NUM_THREADS=$2 "$0" -c "$1" >/dev/full', sys.executable, READS, threads]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    code, said = expected
+    assert done.returncode == code and done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
 def test_ctrl_c_during_the_imports_is_one_line():

@@ -372,7 +372,7 @@ def checkpointed(model, batch):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "zamba2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "recurrent_gemma", "zamba2"])
 def test_gradient_checkpointing_repeats_the_rows_of_its_own_micro_batch(tmp_path, family):
     path, batch = save(family, tmp_path), batch_of_groups()
     expected, ours = (checkpointed(load(path, gradient_checkpointing=on), batch) for on in (False, True))

@@ -588,6 +588,8 @@ def test_the_header_names_model_data_and_what_trains_nothing(tmp_path):
     assert (
         "\nnote: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)\n" in said
     )
+    done = fork("grpo", tmp_path, *args, "--reward-kwargs", '{"metod": "strict"}')
+    assert done.returncode == 2 and "no scorer declares metod" in done.stderr
 
 
 def test_your_own_reward_dataset_and_validation_by_sampling(tmp_path):

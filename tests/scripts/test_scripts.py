@@ -268,6 +268,8 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
     args = [arg.replace("FOLDER", str(tmp_path)) for arg in args]
     run = functools.partial(fork, ranks=ranks)
     ran(run(script, tmp_path, *args, "6", "--run-name", "whole"))
+    config = json.loads((tmp_path / "whole/config.json").read_text())
+    assert config["effective"]["compute_dtype"] == "float32"  # left to the run by --compute-dtype auto
 
     target = tmp_path / "killed/checkpoints/step_000003"
     endless = command(script, tmp_path, *args, "1000", "--run-name", "killed", launcher=[])
