@@ -326,17 +326,23 @@ def test_suggested_flags_are_valid(script):
 
 
 def test_flags_that_forbid_a_split_leave_it_out():
-    args = parsed("grpo", "--stop", "x", "--gpu-memory-utilization", "0.6", model=TOY_MODEL)
-    splits = plan_splits(args, H100, read_lengths("constant:64", 4096))
-    assert [(split.rollout_gpus, split.level) for split in splits] == [(7, 0), (6, 0), (4, 0), (0, 0)]  # --stop needs 0
-    assert all(("--gpu-memory-utilization 0.9" in split.flags) == bool(split.rollout_gpus) for split in splits)
+    share = ["--rollout-engine", "vllm", "--gpu-memory-utilization", "0.6"]
+    adapter = ["--lora-rank", "4", "--lora-sync", "adapter"]  # no server takes one
+    for flags, expected in (([], {7, 6, 4, 0}), (adapter, {0})):
+        splits = plan_splits(parsed("grpo", *share, *flags, model=TOY_MODEL), H100, read_lengths("constant:64", 4096))
+        assert {split.rollout_gpus for split in splits} == expected
+        assert all(("--gpu-memory-utilization 0.9" in split.flags) == bool(split.rollout_gpus) for split in splits)
 
 
 def test_the_table_ends_with_flags_to_paste():
-    args = parsed("grpo", "--rollout-engine", "vllm", "--stop", "x", model=TOY_MODEL)
+    args = parsed("grpo", "--rollout-engine", "vllm", model=TOY_MODEL)
     head, _, *rows, best = describe_plan(args, H100).splitlines()
-    assert "responses auto (mean" in head and len(rows) == 4 and best.startswith("best: ")
-    assert [float(row.split()[3]) for row in rows] == sorted(float(row.split()[3]) for row in rows)  # the fastest first
+    assert "responses auto (mean" in head and best.startswith("best: ")
+    cells = [row.split() for row in rows]
+    levels = [[int(level) for gpus, _, level, *_ in cells if gpus == k] for k in ("7", "6", "4", "all")]
+    assert levels == [[0, 1, 2, 3, 4]] * 3 + [[0]] and len(rows) == 16
+    fastest = [min(float(row[3]) for row in cells if row[0] == k) for k in dict.fromkeys(row[0] for row in cells)]
+    assert fastest == sorted(fastest)
 
 
 def test_plans_that_cannot_be_made():

@@ -1,4 +1,4 @@
-"""A rollout engine with weights of its own, as vLLM has: what the engine hf cannot get wrong, it can."""
+"""Rollout engines that differ from the trainer where the engine hf cannot."""
 
 from transformers import AutoModelForCausalLM
 
@@ -21,3 +21,13 @@ class CopyEngine(HFEngine):
         for name, tensor in stream:
             own[name].data.copy_(tensor)
         self.version, self.checksum = version, stream.checksum
+
+
+class ApartEngine(HFEngine):
+    """HFEngine whose every seventh response has log-probs that are 1e-4 too low: far more than rounding, and too little
+    to be noticed as an engine with other weights."""
+
+    def generate(self, *args, **kwargs):
+        out = super().generate(*args, **kwargs)
+        out.batch["rollout_log_probs"][::7] -= 1e-4 * out.batch["response_mask"][::7]
+        return out

@@ -22,8 +22,9 @@ TILED = "group = group[np.arange(len(group)).reshape(-1, 4).T.ravel()]"
 KEPT = "logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)\n        cdf = "
 COPY = ["--rollout-engine", f"{ROOT / 'tests/mutants/engines.py'}:CopyEngine"]
 SMALL_MICRO_BATCHES = ["--micro-batch-tokens", "150"]
-REJECTED = ["--rollout-correction.level", "measure"]
-REJECTED += ["--rollout-correction.reject.seq-mean-k1", "0.9999999", "1.0000001"]  # some, by rounding
+REJECTED = ["--rollout-engine", f"{ROOT / 'tests/mutants/engines.py'}:ApartEngine"]
+REJECTED += ["--rollout-correction.level", "measure"]
+REJECTED += ["--rollout-correction.reject.seq-mean-k1", "0.99995", "1.00005"]  # every seventh row
 SEVERAL = ["--num-mini-batches", "2", "--update-epochs", "2", "--lr", "1e-3"]
 
 

@@ -812,17 +812,21 @@ def test_a_stop_string_ends_a_response_wherever_a_sync_cuts_it(seed):
         end = first_end(whole[done:cut])
         ids = whole[done:cut][:end]
         reason = "stop" if end else "abort" if cut < 60 else "length"
-        if reason == "abort":  # new weights come, and are there
+        if reason == "abort":  # new weights come
             engine._open.clear()
             engine.version += 1
-            asyncio.get_running_loop().call_later(0.001, engine._open.set)
+            syncs.append(asyncio.create_task(weights_come()))
         return Generated(ids, [float(-token) for token in ids], reason)
+
+    async def weights_come():
+        await engine._drain()
+        engine._open.set()
 
     async def sample():
         engine._open.set()
         return await engine.sample([0], Sampling(60, stop=stop), 1, 0)
 
-    engine._request = serve_until_cut
+    engine._request, syncs = serve_until_cut, []
     row, end = asyncio.run(sample()), first_end(whole)
     assert row.token_ids == whole[:end] and row.finish_reason == ("stop" if end else "length")
     assert row.log_probs == [float(-token) for token in row.token_ids]
