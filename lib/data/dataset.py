@@ -214,8 +214,14 @@ class RLHFDataset(Dataset):
         plain = self.escape_special_tokens(messages) if self.escape_special_tokens else messages
         templated = bool(self.tokenizer.chat_template)
         text = self._templated(row, plain) if templated else self._only_text(row, plain)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise self._error(row, f"the prompt has {text[error.start]!r}, half of a character") from error
         if self.vision is None:
             ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
+            if not ids:
+                raise self._error(row, "the prompt is empty, and the tokenizer puts no token before a text")
             return Prompt(plain, plain != messages, Encoded(ids, ids, {}), {})
         path = Path(self.sources[self._locate(row)[0]][0]).expanduser()
         folder = path if path.is_dir() else path.parent if path.is_file() else Path()  # where relative paths begin
@@ -236,15 +242,10 @@ class RLHFDataset(Dataset):
 
     def _templated(self, row: int, messages: list[dict]) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
         except Exception as error:  # a template's code may raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._error(row, f"the chat template refuses this prompt: {reason}") from error
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise self._error(row, f"the prompt has {text[error.start]!r}, half of a character") from error
-        return text
 
     def _check_row(self, row: int) -> tuple[int, bool, bool, int]:
         """Checks a row. Returns the prompt's tokens (0 with too many images), whether it has a ground truth, whether a
