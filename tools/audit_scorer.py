@@ -31,7 +31,7 @@ import tyro
 
 from lib import InputError, report_mistake
 from lib.cli.flags import parse_json
-from lib.data.dataset import data_source_of
+from lib.data.dataset import data_sources_of
 from lib.data.row_form import RowForm
 from lib.data.rows import read_rows
 from lib.reward import load_scorers
@@ -64,10 +64,9 @@ class Rows:
 def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tuple[list[dict], int, Rows]:
     """(rows as scorers get them with "gold" and "prompt", number of those left out, what load_scorers checks)."""
     rows: list[dict] = []
-    left_out, without, sources = 0, None, set()
-    for file in files:
-        found = read_rows(file)
-        name = data_source_of(file, found)
+    left_out, without, data_sources = 0, None, set()
+    sources = [(file, read_rows(file)) for file in files]
+    for (file, found), name in zip(sources, data_sources_of(sources)):
         for number in range(min(len(found), limit - len(rows) - left_out)):
             try:
                 row = form.in_verls_form(found[number], name)
@@ -80,7 +79,7 @@ def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tu
             except InputError as error:
                 raise InputError(f"{file} row {number}: {error}") from None
             source = str(row.get("data_source"))
-            sources.add(source)
+            data_sources.add(source)
             if truth is None and without is None:
                 without = f"{file} row {number}"
             if isinstance(gold, str | int | float) and str(gold).strip():
@@ -93,7 +92,7 @@ def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tu
             f"extra_info[{gold_key!r}]" if gold_key else "reward_model.ground_truth; name a --gold-key of extra_info"
         )
         raise InputError(f"--train-files {' '.join(files)}: no row has a text or number in {where}")
-    return rows, left_out, Rows(sources, without)
+    return rows, left_out, Rows(data_sources, without)
 
 
 def filled(form: str, answer: str) -> str:

@@ -3,6 +3,7 @@
 import bisect
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
@@ -98,7 +99,7 @@ class RLHFDataset(Dataset):
         if not isinstance(data_files, list | tuple):
             data_files = [data_files]
         self.sources = [self._open(source, number) for number, source in enumerate(data_files)]
-        self._data_sources = [data_source_of(name, rows) for name, rows in self.sources]
+        self._data_sources = data_sources_of(self.sources)
         self._ends = list(accumulate(len(rows) for _, rows in self.sources))
         n_read = self._ends[-1] if self._ends else 0
         names = ", ".join(name for name, _ in self.sources)
@@ -333,12 +334,18 @@ class RLHFDataset(Dataset):
         return ids[:head] + ids[len(ids) - limit + head :]
 
 
-def data_source_of(source: str, rows: Any) -> str:
-    """Of rows without such a column: their file's name without its ending, or the id of the data set on the hub."""
-    columns = rows[0] if isinstance(rows, list) and rows else getattr(rows, "column_names", ())
-    if "data_source" in columns:
-        return ""
-    return Path(source).stem if Path(source).expanduser().exists() else source.partition(":")[0]
+def data_sources_of(sources: Sequence[tuple[str, Any]]) -> list[str]:
+    """For each (name, rows), the data_source of rows without such a column: the file's name without its ending, with
+    its folder's where several files have this name, or the id of the data set on the hub. "" if there is the column."""
+    files = {name: Path(name).expanduser().absolute().with_suffix("") for name, _ in sources}
+    stems = Counter(file.name for file in files.values())
+    found = []
+    for name, rows in sources:
+        columns = rows[0] if isinstance(rows, list) and rows else getattr(rows, "column_names", ())
+        file, is_file = files[name], Path(name).expanduser().exists()
+        own = file.name if stems[file.name] == 1 else f"{file.parent.name}/{file.name}"
+        found.append("" if "data_source" in columns else own if is_file else name.partition(":")[0])
+    return found
 
 
 class UndecodedRows:

@@ -95,6 +95,17 @@ def test_a_chat_template_comes_from_a_file_or_is_taken_away(tmp_path):
             set_chat_template(tokenizer, str(tmp_path / f"{name}.jinja"))
 
 
+def test_files_of_one_name_are_two_data_sources(tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    names = ["a/train", "b/train", "sums"]
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", [QUESTION]) for name in names]
+    form = {"max_prompt_length": 60, "prompt_key": "question"}
+    rows = RLHFDataset([*files, files[0]], make_tokenizer(), **form)
+    assert [rows[i]["data_source"] for i in range(4)] == [*names, "a/train"]
+    assert RLHFDataset(files[:1], make_tokenizer(), **form).data_sources == {"train"}
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
