@@ -147,6 +147,9 @@ class RLHFDataset(Dataset):
             for column in required:
                 if column not in columns:
                     raise InputError(f"{where}: no column {column!r}; it has {', '.join(columns)}")
+            if self.vision and "image" in columns and "images" not in columns:  # as in TRL's rows
+                advice = "write a list 'images', and <image> in the messages"
+                raise InputError(f"{where}: the column 'image' is not read: {advice}")
 
         if isinstance(rows, list):
             for i, row in enumerate(rows):

@@ -349,6 +349,7 @@ WRONG = {
     "parts": (make_row([{"type": "image"}, {"type": "image"}], ["one"]), "2 <image> in the messages, but 1 images"),
     "text in parts": (make_row([{"type": "text", "text": "<image>"}], ["one"]), "0 <image> in the messages, but 1"),
     "a video": (make_row("<video>", videos=["a.mp4"]), "has a <video>; models of type idefics3 take none"),
+    "a column of TRL": (make_row("red?") | {"image": "one"}, "the column 'image' is not read: write a list 'images'"),
     "no list": (make_row("<image>", "one"), "'images' is 'one'; it must be a list"),
 }
 
