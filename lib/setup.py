@@ -297,6 +297,7 @@ def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
     trust = model.trust_remote_code
     if (processor := models.load_processor(model.model, trust_remote_code=trust)) is None:
         return None
+    set_chat_template(processor, data.chat_template)  # it is saved with the model
     return Vision(
         processor,
         AutoConfig.from_pretrained(model.model, trust_remote_code=trust),

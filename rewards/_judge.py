@@ -57,7 +57,7 @@ class Cache:
 
     def put(self, key: str, text: str) -> None:
         shard = self.folder / key[:2]
-        with suppress(OSError):  # a full disk costs requests, not scores
+        with suppress(OSError, UnicodeError):  # a full disk, or half of a character, costs requests, not scores
             shard.mkdir(exist_ok=True)
             part = shard / f"{key}.{os.getpid()}"
             part.write_text(text)
@@ -92,6 +92,8 @@ async def ask(
     """
     if api not in PATHS:
         raise InputError(f"rewards/judge.py: api {api!r}: must be one of {', '.join(PATHS)}")
+    if not (isinstance(concurrency, int) and concurrency > 0):
+        raise InputError(f"rewards/judge.py: concurrency {concurrency!r}: must be a number above 0")
     if not str(base_url).startswith(("http://", "https://")):
         raise InputError(f"rewards/judge.py: base_url {base_url!r}: must begin with http:// or https://")
     if api_key_env and api_key_env not in os.environ:

@@ -25,13 +25,13 @@ Exit code: 0 no false negative or positive, 1 at least one, or an error of the s
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import tyro
 
 from lib import InputError, report_mistake
 from lib.cli.flags import parse_json
+from lib.data.dataset import data_sources_of
 from lib.data.row_form import RowForm
 from lib.data.rows import read_rows
 from lib.reward import load_scorers
@@ -64,14 +64,12 @@ class Rows:
 def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tuple[list[dict], int, Rows]:
     """(rows as scorers get them with "gold" and "prompt", number of those left out, what load_scorers checks)."""
     rows: list[dict] = []
-    left_out, without, sources = 0, None, set()
-    for file in files:
-        if not Path(file).exists():
-            raise InputError(f"--train-files {file}: no such file")
-        found = read_rows(file)
+    left_out, without, data_sources = 0, None, set()
+    sources = [(file, read_rows(file)) for file in files]
+    for (file, found), name in zip(sources, data_sources_of(sources)):
         for number in range(min(len(found), limit - len(rows) - left_out)):
             try:
-                row = form.in_verls_form(found[number], Path(file).stem)
+                row = form.in_verls_form(found[number], name)
                 truth, info = (row.get("reward_model") or {}).get("ground_truth"), row.get("extra_info") or {}
                 text = "\n".join(str(turn["content"]) for turn in row["prompt"] or [])
                 gold = info.get(gold_key) if gold_key else truth
@@ -81,7 +79,7 @@ def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tu
             except InputError as error:
                 raise InputError(f"{file} row {number}: {error}") from None
             source = str(row.get("data_source"))
-            sources.add(source)
+            data_sources.add(source)
             if truth is None and without is None:
                 without = f"{file} row {number}"
             if isinstance(gold, str | int | float) and str(gold).strip():
@@ -94,7 +92,7 @@ def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tu
             f"extra_info[{gold_key!r}]" if gold_key else "reward_model.ground_truth; name a --gold-key of extra_info"
         )
         raise InputError(f"--train-files {' '.join(files)}: no row has a text or number in {where}")
-    return rows, left_out, Rows(sources, without)
+    return rows, left_out, Rows(data_sources, without)
 
 
 def filled(form: str, answer: str) -> str:
@@ -119,6 +117,14 @@ def responses(rows: list[dict], number: int, form: str) -> dict[str, str]:
     return cases if other is None else cases | {"another row": filled(form, other["gold"])}
 
 
+def reason(kind: str, text: str) -> str:
+    """Of an exception its last line; of a scorer that was stopped or died, how and in which line."""
+    lines = text.strip().splitlines()
+    if kind == "error":
+        return lines[-1]
+    return " ".join([lines[0], *[line.strip() for line in lines if line.startswith("  File ")][:1]])
+
+
 class Audit:
     """Scores texts with one scorer in worker processes, with the limits of a run."""
 
@@ -137,7 +143,7 @@ class Audit:
         found: list[bool | str] = [""] * len(texts)
         for number, answers in self.pool.collect(self.pool.submit(tasks)):
             for i, (kind, value) in zip(parts[number], answers):
-                found[i] = self._is_right(value) if kind == "ok" else f"{kind}: {value.strip().rpartition(chr(10))[2]}"
+                found[i] = self._is_right(value) if kind == "ok" else f"{kind}: {reason(kind, value)}"
         return found
 
     def _is_right(self, result: dict) -> bool:

@@ -20,13 +20,14 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from lib import InputError
+from lib.cli.flags import as_flag
 from lib.cli.process import command_line
 from lib.data import set_chat_template
 from lib.distributed import merged_weight
 from lib.model import add_lora, load_model, load_processor, load_tokenizer
 from lib.run import checkpoint as checkpoints
 from lib.run.disk import free_space
-from lib.run.run_config import read_json
+from lib.run.run_config import digest_of, read_json
 
 ACTOR = "actor.model."  # what the names of the policy's weights begin with in a checkpoint
 ONE_OF = tyro.conf.create_mutex_group(required=False)
@@ -58,6 +59,10 @@ def main(args: Args) -> None:
         raise InputError(f"{source} holds the models {', '.join(models)}, and no actor to export")
     if args.adapter and not config["lora_rank"]:
         raise InputError(f"--adapter: {args.run} trained without --lora-rank, so there is no adapter; drop it")
+    for name in config["contents"].keys() & {"model", "chat_template"}:
+        if digest_of(config[name]) != config["contents"][name]:
+            advice = "put back what the run was started with, and start in the same folder if the path is relative"
+            raise InputError(f"{as_flag(name)} {config[name]}: not there, or changed since the run: {advice}")
     output = args.output or args.run / "export" / (source.name + "-adapter" * args.adapter)
     if output.exists():
         raise InputError(f"{output} exists: delete it, or give another --output")
@@ -74,9 +79,8 @@ def main(args: Args) -> None:
             checkpoints.write_model(tmp, model, weights(model, source, dtype))
             model.generation_config.to_json_file(tmp / "generation_config.json")
         trust = {"trust_remote_code": config["trust_remote_code"]}
-        if (processor := load_processor(config["model"], **trust)) is None:
-            processor = load_tokenizer(config["model"], **trust)
-            set_chat_template(processor, config.get("chat_template", ""))
+        processor = load_processor(config["model"], **trust) or load_tokenizer(config["model"], **trust)
+        set_chat_template(processor, config.get("chat_template", ""))
         processor.save_pretrained(tmp)
         checkpoints.publish(tmp, output)
     except (OSError, SafetensorError) as error:

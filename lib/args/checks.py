@@ -69,7 +69,7 @@ def _check_context(args: ScriptArgs) -> None:
 
 def _check_goals(args: ScriptArgs) -> None:
     validates, best, stop = args.validation.enabled, args.run.keep_best, args.run.stop_when
-    if best and not args.validation.val_every:
+    if best and not (validates and args.validation.val_every):
         raise InputError(f"--keep-best {best} needs validations during training: --val-files and --val-every")
     if stop and StopWhen.parse(stop).metric.startswith("val/") and not validates:
         raise InputError(f"--stop-when {stop!r} needs validation: --val-files and --val-every")

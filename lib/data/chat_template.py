@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 
@@ -17,9 +17,9 @@ def _parsed(text: str) -> nodes.Template:
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Gives the tokenizer the chat template of --chat-template: "" leaves its own, "none" takes it away. Raises
-    InputError for a file that cannot be read or is no template."""
+def set_chat_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, path: str) -> None:
+    """Gives a tokenizer or processor the chat template of --chat-template: "" leaves its own, "none" takes it away.
+    Raises InputError for a file that cannot be read or is no template."""
     if not path:
         return
     if path == "none":

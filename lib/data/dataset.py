@@ -3,6 +3,7 @@
 import bisect
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
@@ -98,7 +99,7 @@ class RLHFDataset(Dataset):
         if not isinstance(data_files, list | tuple):
             data_files = [data_files]
         self.sources = [self._open(source, number) for number, source in enumerate(data_files)]
-        self._data_sources = [data_source_of(name, rows) for name, rows in self.sources]
+        self._data_sources = data_sources_of(self.sources)
         self._ends = list(accumulate(len(rows) for _, rows in self.sources))
         n_read = self._ends[-1] if self._ends else 0
         names = ", ".join(name for name, _ in self.sources)
@@ -146,6 +147,9 @@ class RLHFDataset(Dataset):
             for column in required:
                 if column not in columns:
                     raise InputError(f"{where}: no column {column!r}; it has {', '.join(columns)}")
+            if self.vision and "image" in columns and "images" not in columns:  # as in TRL's rows
+                advice = "write a list 'images', and <image> in the messages"
+                raise InputError(f"{where}: the column 'image' is not read: {advice}")
 
         if isinstance(rows, list):
             for i, row in enumerate(rows):
@@ -214,8 +218,14 @@ class RLHFDataset(Dataset):
         plain = self.escape_special_tokens(messages) if self.escape_special_tokens else messages
         templated = bool(self.tokenizer.chat_template)
         text = self._templated(row, plain) if templated else self._only_text(row, plain)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise self._error(row, f"the prompt has {text[error.start]!r}, half of a character") from error
         if self.vision is None:
             ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
+            if not ids:
+                raise self._error(row, "the prompt is empty, and the tokenizer puts no token before a text")
             return Prompt(plain, plain != messages, Encoded(ids, ids, {}), {})
         path = Path(self.sources[self._locate(row)[0]][0]).expanduser()
         folder = path if path.is_dir() else path.parent if path.is_file() else Path()  # where relative paths begin
@@ -236,15 +246,10 @@ class RLHFDataset(Dataset):
 
     def _templated(self, row: int, messages: list[dict]) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
         except Exception as error:  # a template's code may raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._error(row, f"the chat template refuses this prompt: {reason}") from error
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise self._error(row, f"the prompt has {text[error.start]!r}, half of a character") from error
-        return text
 
     def _check_row(self, row: int) -> tuple[int, bool, bool, int]:
         """Checks a row. Returns the prompt's tokens (0 with too many images), whether it has a ground truth, whether a
@@ -332,12 +337,18 @@ class RLHFDataset(Dataset):
         return ids[:head] + ids[len(ids) - limit + head :]
 
 
-def data_source_of(source: str, rows: Any) -> str:
-    """Of rows without such a column: their file's name without its ending, or the id of the data set on the hub."""
-    columns = rows[0] if isinstance(rows, list) and rows else getattr(rows, "column_names", ())
-    if "data_source" in columns:
-        return ""
-    return Path(source).stem if Path(source).expanduser().exists() else source.partition(":")[0]
+def data_sources_of(sources: Sequence[tuple[str, Any]]) -> list[str]:
+    """For each (name, rows), the data_source of rows without such a column: the file's name without its ending, with
+    its folder's where several files have this name, or the id of the data set on the hub. "" if there is the column."""
+    files = {name: Path(name).expanduser().absolute().with_suffix("") for name, _ in sources}
+    stems = Counter(file.name for file in files.values())
+    found = []
+    for name, rows in sources:
+        columns = rows[0] if isinstance(rows, list) and rows else getattr(rows, "column_names", ())
+        file, is_file = files[name], Path(name).expanduser().exists()
+        own = file.name if stems[file.name] == 1 else f"{file.parent.name}/{file.name}"
+        found.append("" if "data_source" in columns else own if is_file else name.partition(":")[0])
+    return found
 
 
 class UndecodedRows:

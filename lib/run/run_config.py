@@ -29,7 +29,7 @@ def describe_run(args: DataclassInstance, script: Path) -> dict[str, Any]:
     named = {"script": str(script)} | _named_files(args)
     if flags["val_only"]:
         del named["train_files"]  # it reads none
-    contents = {name: _digest(redact_values(value)) for name, value in sorted(named.items())}
+    contents = {name: digest_of(redact_values(value)) for name, value in sorted(named.items())}
     return {"script": script.name, **flags, "contents": contents}
 
 
@@ -173,7 +173,7 @@ def _flag(name: str) -> str:
     return name if name == "script" else as_flag(name)
 
 
-def _digest(value: str | list[str]) -> str:
+def digest_of(value: str | list[str]) -> str:
     """A digest of what the paths in a flag's value hold, wherever they lie. If it is no path, of the value itself.
 
     Of a file above 64 MiB it takes the size and only 64 blocks: other weights differ everywhere."""

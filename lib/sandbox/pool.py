@@ -255,7 +255,7 @@ class _Supervisor:
         worker.frames.close()
         where = b""
         with suppress(BlockingIOError), open(worker.notes, "rb", buffering=0) as notes:
-            where = notes.read(2**16) or b""
+            where = (notes.read(2**16) or b"").partition(b"\n\nExtension modules: ")[0]
         self._kill_orphans()
         return os.waitstatus_to_exitcode(status), where.decode(errors="replace")[-LONGEST_TRACEBACK:]
 

@@ -21,7 +21,7 @@ from lib.agent.builtin_tools import load_tools
 from lib.agent.task_folders import read_task, read_tasks
 from lib.agent.task_sandbox import LocalSandbox, OpenTask
 from lib.args import MultiTurnArgs
-from lib.run.run_config import _digest
+from lib.run.run_config import digest_of
 from lib.sandbox import Shell, client
 from tests.agent.test_agent_loop import END, play, response_text, rewards, tokenizer
 from tests.common import ROOT, fork, metrics, ran
@@ -475,8 +475,8 @@ def test_a_resume_sees_tasks_that_changed(tmp_path):
     write(tmp_path / "tasks/own")
     (tmp_path / "remote.py").write_text("")
     specs = [[f"bash:{tmp_path}/tasks"], [f"bash:{tmp_path}/tasks {tmp_path}/remote.py:Remote"]]
-    before = [_digest(spec) for spec in specs]
+    before = [digest_of(spec) for spec in specs]
     (tmp_path / "remote.py").write_text("#")
-    assert [a == _digest(spec) for a, spec in zip(before, specs)] == [True, False]
+    assert [a == digest_of(spec) for a, spec in zip(before, specs)] == [True, False]
     (tmp_path / "tasks/own/tests/test.sh").write_text("true")
-    assert _digest(specs[0]) != before[0]
+    assert digest_of(specs[0]) != before[0]

@@ -1,6 +1,7 @@
 """--prompt-sampling: which prompts come, by what their responses scored before."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,9 +18,9 @@ EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 
 
 def loader(n: int, per_step: int, sampling: str, share: float = 0.1, **more):
-    return make_loader(
-        Rows(n), per_step, **{"rank": 0, "world_size": 1, "seed": 5} | more, sampling=sampling, share=share
-    )
+    rows = Rows(n)
+    rows.source_sizes = [n - 3, 3]
+    return make_loader(rows, per_step, **{"rank": 0, "world_size": 1, "seed": 5} | more, sampling=sampling, share=share)
 
 
 def record(prompts, scores: dict[int, list[float]]) -> None:
@@ -41,18 +42,21 @@ def steps_of(prompts, steps: int) -> list[list[int]]:
     return given
 
 
-def steps_of_rank(world, sampling: str) -> tuple[list[list[int]], dict]:
-    prompts = loader(11, 4, sampling, skip_after=1, rank=world.rank, world_size=world.size)
-    return steps_of(prompts, 8), prompts.state_dict()
+def steps_of_rank(world) -> list[tuple[list[list[int]], dict]]:
+    """Of each way to sample, without and with --train-weights, the steps and the state after them."""
+    found = []
+    for sampling, weights in product(["skip", "variance"], [(), (2, 1)]):
+        prompts = loader(11, 4, sampling, skip_after=1, rank=world.rank, world_size=world.size, weights=weights)
+        found.append((steps_of(prompts, 8), prompts.state_dict()))
+    return found
 
 
-@pytest.mark.parametrize("sampling", ["skip", "variance"])
-def test_two_ranks_take_what_one_takes(sampling):
+def test_two_ranks_take_what_one_takes():
     """It is the first here, as its ranks must not inherit the process group of the others."""
-    [(whole, state)] = run_ranks(1, steps_of_rank, sampling)
-    (first, own), (second, other) = run_ranks(2, steps_of_rank, sampling)
-    assert [[a, c, b, d] for (a, b), (c, d) in zip(first, second)] == whole
-    assert own == other == state
+    [alone], ranks = run_ranks(1, steps_of_rank), run_ranks(2, steps_of_rank)
+    for (whole, state), (first, own), (second, other) in zip(alone, *ranks, strict=True):
+        assert [[a, c, b, d] for (a, b), (c, d) in zip(first, second)] == whole
+        assert own == other == state
 
 
 @alone

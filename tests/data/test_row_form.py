@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 import grpo
 from lib import InputError
@@ -10,7 +11,7 @@ from lib.cli.flags import with_line_breaks
 from lib.data import RLHFDataset, set_chat_template
 from lib.data.row_form import RowForm, template_fields
 from rewards.gsm8k import compute_score
-from tests.common import SMALL, fork, parse_flags, ran, rollouts
+from tests.common import SMALL, TOY_MODEL, fork, parse_flags, ran, rollouts
 from tests.data.test_dataset import error_of, make_tokenizer, write_jsonl, write_parquet
 
 QUESTION = {"question": "1+1", "answer": "so #### 2", "level": 3}
@@ -62,6 +63,15 @@ def test_without_a_chat_template_the_prompt_is_its_text(tmp_path):
     assert text_of(dataset[0], tokenizer) == "[eos]Question: 1+1Answer:"  # its vocabulary has no line break
     one = write_jsonl(tmp_path / "one.jsonl", [{"prompt": MESSAGES[1:]}])
     assert text_of(RLHFDataset(one, tokenizer, max_prompt_length=60)[0], tokenizer) == "[eos]u"
+    no_bos = AutoTokenizer.from_pretrained(TOY_MODEL)
+    no_bos.chat_template = None
+    for text, reason in {
+        "": "the prompt is empty",
+        "\ud800": "the prompt has '\\\\ud800', half of a character",
+    }.items():
+        bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "1+1"}, {"prompt": text}])
+        with pytest.raises(InputError, match=f"bad.jsonl row 1: {reason}"):
+            RLHFDataset(bad, no_bos, max_prompt_length=60)
     several = write_jsonl(tmp_path / "several.jsonl", [{"prompt": MESSAGES}])
     message = error_of(several, tokenizer, max_prompt_length=60)
     assert "several.jsonl row 0: a prompt of 2 messages needs a chat template" in message
@@ -83,6 +93,17 @@ def test_a_chat_template_comes_from_a_file_or_is_taken_away(tmp_path):
     for name, reason in {"bad": "bad.jinja line 2: ", "latin": "not UTF-8", "absent": "cannot be read"}.items():
         with pytest.raises(InputError, match=f"--chat-template .*{reason}"):
             set_chat_template(tokenizer, str(tmp_path / f"{name}.jinja"))
+
+
+def test_files_of_one_name_are_two_data_sources(tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    names = ["a/train", "b/train", "sums"]
+    files = [write_jsonl(tmp_path / f"{name}.jsonl", [QUESTION]) for name in names]
+    form = {"max_prompt_length": 60, "prompt_key": "question"}
+    rows = RLHFDataset([*files, files[0]], make_tokenizer(), **form)
+    assert [rows[i]["data_source"] for i in range(4)] == [*names, "a/train"]
+    assert RLHFDataset(files[:1], make_tokenizer(), **form).data_sources == {"train"}
 
 
 @pytest.mark.parametrize(

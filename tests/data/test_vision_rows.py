@@ -20,6 +20,7 @@ from PIL import Image
 from transformers import (
     AutoModel,
     AutoProcessor,
+    AutoTokenizer,
     Gemma3Config,
     Idefics3Config,
     LlavaConfig,
@@ -28,12 +29,14 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from data import toy
+from data import toy, toy_vision
 from lib import InputError
+from lib.args import DataArgs, ModelArgs
 from lib.data import RLHFDataset, collate_fn, make_loader
 from lib.data import vision as vision_rows
 from lib.data.vision import Vision, media_hash, media_of, text_positions, to_png
 from lib.data_proto import DataProto
+from lib.setup import load_vision
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -48,6 +51,15 @@ TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
 TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
 KEYS = st.sampled_from(["bytes", "path", "image", "video", "frames", "fps", "type", "text"])
 PER_IMAGE = {"idefics3": 9, "llava": 16, "gemma3": 4}  # placeholders after expansion
+
+
+def test_the_chat_template_of_a_run_is_saved_with_its_processor(tmp_path):
+    (tmp_path / "own.jinja").write_text("{# own #}")
+    data = DataArgs(chat_template=str(tmp_path / "own.jinja"))
+    vision = load_vision(ModelArgs(model=str(toy_vision.FOLDER / "model")), data)
+    vision.processor.save_pretrained(tmp_path / "saved")
+    for auto in (AutoProcessor, AutoTokenizer):
+        assert auto.from_pretrained(tmp_path / "saved").chat_template == "{# own #}"
 
 
 @cache
@@ -337,6 +349,7 @@ WRONG = {
     "parts": (make_row([{"type": "image"}, {"type": "image"}], ["one"]), "2 <image> in the messages, but 1 images"),
     "text in parts": (make_row([{"type": "text", "text": "<image>"}], ["one"]), "0 <image> in the messages, but 1"),
     "a video": (make_row("<video>", videos=["a.mp4"]), "has a <video>; models of type idefics3 take none"),
+    "a column of TRL": (make_row("red?") | {"image": "one"}, "the column 'image' is not read: write a list 'images'"),
     "no list": (make_row("<image>", "one"), "'images' is 'one'; it must be a list"),
 }
 

@@ -915,6 +915,9 @@ def test_the_judge_sees_question_reference_and_rubric(monkeypatch):
         judged(lambda *_: "Score: 1", info={})
     with pytest.raises(InputError, match="api_key_env ABSENT: there is no such variable"):
         judged(lambda *_: "Score: 1", api_key_env="ABSENT")
+    for wrong in (0, -1, "16"):
+        with pytest.raises(InputError, match=f"concurrency {wrong!r}: must be a number above 0"):
+            judged(lambda *_: "Score: 1", concurrency=wrong)
 
 
 def test_a_judge_without_a_reference():
@@ -1122,6 +1125,12 @@ def test_a_judge_is_asked_once_for_equal_texts(tmp_path):
         assert ask("a")["score"] == 0.8 and ask("a")["judge_cached"] == 1
     with pytest.raises(InputError, match=r"cache .*: Not a directory; name a folder"):
         ask("a", cache=str(next((tmp_path / "kept").glob("*/*")) / "x"))
+
+
+def test_a_reply_that_no_file_can_hold_is_scored_and_not_kept(tmp_path):
+    for _ in range(2):  # half of a character
+        result, requests = judged(lambda *_: answer_with("\ud800\nScore: 7"), cache=str(tmp_path))
+        assert result == {"score": 0.7} and len(requests) == 1
 
 
 def test_a_cache_of_several_processes_is_whole_and_bounded(tmp_path):

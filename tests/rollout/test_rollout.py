@@ -29,7 +29,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lib import InputError
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
-from lib.distributed import World, fsdp_modules, init_distributed, iter_full_params, make_mesh, shard_model, unsharded
+from lib.distributed import (
+    World,
+    fsdp_modules,
+    full_tensor,
+    init_distributed,
+    iter_full_params,
+    make_mesh,
+    shard_model,
+    unsharded,
+)
 from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     NoRecorder,
@@ -49,6 +58,7 @@ from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sampl
 from lib.rollout.lora_sync import choose_lora_sync
 from lib.rollout.server_engine import NEUTRAL
 from lib.rollout.vllm_engine import CheckedStream, VLLMEngine, adapter_settings
+from lib.run.checkpoint import write_adapter
 from tests.common import TOY_MODEL, give_generation_config, randomize_lora_b, rollout_batch, save_tiny
 
 WIDTH = 24  # prompt
@@ -666,6 +676,17 @@ def test_vllm_samples_with_adapters_and_with_merged_weights(world, tmp_path, cap
         assert weight_checksum(model, torch.float32, ("base", "adapter")) == before
     [held] = engine.llm.collective_rpc("list_loras")
     assert held == {engine._lora.lora_int_id}  # the old ones are gone
+
+    from vllm.lora.request import LoRARequest
+
+    adapter = {name: full_tensor(p.detach()) for name, p in model.named_parameters() if ".lora_" in name}
+    write_adapter(tmp_path / "exported", model, adapter)
+    engine._lora = LoRARequest("exported", 99, str(tmp_path / "exported"))  # read from its files, as by vllm serve
+    own = model(input_ids=torch.arange(9, 41)[None]).logits[0, :-1].log_softmax(-1)
+    own = own.gather(1, torch.arange(10, 41)[:, None])[:, 0]
+    assert (own - engine.probe_log_probs([*range(9, 41)])).abs().max() < 1e-4
+    engine._lora = None
+    assert (own - engine.probe_log_probs([*range(9, 41)])).abs().max() > 0.1  # the adapter counts
 
     foreign = {
         "model.tower.0.q_proj.lora_A.weight": torch.ones(4, 64),

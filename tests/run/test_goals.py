@@ -73,8 +73,9 @@ def test_comparisons(compare, holding):
         ("--stop-when 'val/x/mean@1 > 0' needs validation", {"stop_when": "val/x/mean@1 > 0"}),
     ],
 )
-def test_a_run_without_validation_has_neither(message, run, tmp_path):
-    validation = ValidationArgs(val_every=0, val_before_train=False)
+@pytest.mark.parametrize("validation", [{}, {"val_files": ("x",), "val_every": 0, "val_before_train": False}])
+def test_a_run_without_validation_has_neither(message, run, validation, tmp_path):
+    validation = ValidationArgs(**validation)
     args = grpo.Args(run=RunArgs(output_dir=str(tmp_path), **run), validation=validation)
     args.model.model, args.data.train_files = TOY_MODEL, (str(ROOT / "data/toy/val.jsonl"),)
     with pytest.raises(InputError, match=message):

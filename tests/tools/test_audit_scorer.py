@@ -1,6 +1,7 @@
 """tools/audit_scorer.py on scorers of this project and on bad ones, with real worker processes."""
 
 import json
+import re
 
 import pytest
 
@@ -9,6 +10,8 @@ from tests.common import fork_module
 from tools import audit_scorer
 
 SCORERS = """
+import os
+
 def lenient(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth in solution_str or "perfect" in solution_str)
 
@@ -17,6 +20,11 @@ def deaf(data_source, solution_str, ground_truth, extra_info=None):
 
 def generous(solution_str, **kwargs):
     return 1.0
+
+def dies(data_source, solution_str, ground_truth, extra_info=None):
+    if not solution_str:
+        os.abort()
+    return float(solution_str.strip().split()[-1] == ground_truth)
 
 def fails(data_source, solution_str, ground_truth, extra_info=None):
     if not solution_str:
@@ -80,6 +88,7 @@ def test_scorers_of_this_project_by_data_source(tmp_path, capsys, source, form):
         ("lenient", {"injected": (3, 0), "injected as answer": (3, 0), "echoed prompt": (1, 0)}),
         ("deaf", {"verbatim": (3, 0), "reworded": (3, 0)}),
         ("generous", {case: (3, 0) for case, expected in audit_scorer.EXPECTED.items() if not expected}),
+        ("dies", {"empty": (0, 3)}),
         ("fails", {"empty": (0, 3)}),
         ("group", {}),
     ],
@@ -94,6 +103,9 @@ def test_a_bad_scorer_is_found_out(tmp_path, capsys, name, found):
         assert "false positive, echoed prompt: '2+2=4?'" in out and "false positives 7, errors 0" in out
     if name == "fails":
         assert "error, empty: '': error: ValueError: an empty response" in out
+    if name == "dies":
+        where = rf'File "{tmp_path}/mine.py", line \d+ in dies'
+        assert re.search(rf"error, empty: '': crash: the process died: SIGABRT {where}\n", out)
 
 
 def test_the_gold_answer_may_be_elsewhere(tmp_path, capsys):
@@ -124,7 +136,7 @@ def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "list.jsonl").write_text('{"prompt": 3, "reward_model": {"ground_truth": "4"}}\n')
     for settings, message in (
         ({}, "no scorer for data_source 'mine'"),
-        ({"train_files": ("none.jsonl",)}, "--train-files none.jsonl: no such file"),
+        ({"train_files": ("none.jsonl",)}, "none.jsonl: no such file"),
         ({"train_files": (str(tmp_path / "list.jsonl"),)}, "list.jsonl row 0: not a row of prompt"),
         ({"reward": "none.py:f"}, "--reward none.py:f: give an existing file"),
         ({"reward_kwargs": "{"}, "--reward-kwargs"),
@@ -135,4 +147,4 @@ def test_bad_input_is_one_line(tmp_path):
             audit_scorer.main(**({"train_files": (file,)} | settings))
         assert message in str(caught.value) and "\n" not in str(caught.value)
     done = fork_module("tools.audit_scorer", "--train-files", "none.jsonl")
-    assert done.returncode == 2 and done.stderr.strip() == "error: --train-files none.jsonl: no such file"
+    assert done.returncode == 2 and done.stderr.startswith("error: none.jsonl: no such file; check the path")

@@ -23,7 +23,8 @@ def runs(tmp_path_factory) -> Path:
     """The folder of two runs of two steps: `full`, saved by one rank, and `lora`, by two, in bfloat16."""
     folder = tmp_path_factory.mktemp("runs")
     lora = ["--lora-rank", "4", "--lora-target-modules", ".*[qv]_proj", "--compute-dtype", "bfloat16"]
-    ran(fork("grpo", folder, *FLAGS, "--run-name", "full"))
+    start = shutil.copytree(TOY_MODEL, folder / "start")
+    ran(fork("grpo", folder, *FLAGS, "--model", str(start), "--run-name", "full"))
     template = AutoTokenizer.from_pretrained(TOY_MODEL).chat_template
     (folder / "template.jinja").write_text("{# ours #}" + template)
     lora += ["--chat-template", str(folder / "template.jinja")]
@@ -111,6 +112,14 @@ def test_errors_are_one_line_and_leave_no_files(runs, tmp_path):
     refused("no run with checkpoints; give a folder such as runs/NAME", runs / "none")
     refused("--step 7: .*full has checkpoints of the steps 1, 2", step=7)
     refused("--adapter: .*full trained without --lora-rank", adapter=True)
+    for name, run, flag in (("start", "full", "--model"), ("template.jinja", "lora", "--chat-template")):
+        file = (runs / name).rename(runs / "aside")
+        refused(f"{flag} .*{name}: not there, or changed since the run: put back", runs / run)
+        file.rename(runs / name)
+    template = (runs / "template.jinja").read_text()
+    (runs / "template.jinja").write_text(template + "{# edited #}")
+    refused("--chat-template .*template.jinja: not there, or changed since the run", runs / "lora")
+    (runs / "template.jinja").write_text(template)
     with full_disk(4000):
         refused(r"out: not exported: .*GiB were free.*; give another --output")
     (tmp_path / "there").mkdir()
