@@ -30,6 +30,7 @@ GPU = torch.device("cpu")  # in the process of `on_gpu`: gpu:0
 # what the host waits for, besides copies: the size of a result, or a value
 WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "repeat_interleave"}
 WAITS |= {"_unique2", "unique_dim", "unique_consecutive", "_assert_async"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
 class Event(NamedTuple):
@@ -123,7 +124,7 @@ def _run(func, args, kwargs):
             where, non_blocking = "in" if to_gpu else "out", kwargs.get("non_blocking", args[2:] == (True,))
             note(where if non_blocking else "wait", f"copy {where}", source)
     elif strict:
-        if name in ("index", "index_put_", "_index_put_impl_", "_unsafe_index"):  # an index may be on the CPU
+        if name in INDEXING:  # an index may be on the CPU
             indices = [x for x in args[1] if x is not None]
             for _ in [x for x in indices if not isinstance(x, Strict)]:
                 note("wait", "copy in, an index")
