@@ -262,7 +262,8 @@ def test_forward_passes(here, flags):
         batch = rows(world)
         actor.check_rows(batch)
         events.clear()
-        columns = actor.batched_log_probs(batch, ("squared_score",))
+        with patch("lib.model.log_probs.GPU_CHUNK", 4):  # the logits of 4 tokens at a time
+            columns = actor.batched_log_probs(batch, ("squared_score",))
         columns |= {"ref": ref.batched_log_probs(batch), "values": critic.batched_values(batch)}
         waited = waits()
         assert {x.device.type for x in columns.values()} == {world.device.type}
