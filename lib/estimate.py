@@ -24,10 +24,11 @@ from lib.distributed import (
 )
 from lib.model.flops import StepFlops, estimate_flops, flops_of
 from lib.model.memory import GIB, Moments, estimate_memory, fits, kv_bytes_per_token, memory_table, meta_model
+from lib.model.roofline import Speed
 from lib.plan import EngineRates, Split, plan_table, predict, read_lengths
 from lib.run.throughput import PEAK_TFLOPS, peak_tflops
 from lib.setup import Inputs, advantage_columns, check_algorithm, get_compute_dtype, needed_log_probs
-from lib.traced_step import speed_table, trace_step, trace_table
+from lib.traced_step import Traced, speed_table, trace_step, trace_table
 
 MFU = 0.3  # of an update, for its time: an assumption
 NO_SAVER = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
@@ -82,10 +83,10 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
         lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
     gpu = gpu_here()
     if args.run.dry_run:
-        traced = [describe_trace(args, sizes, inputs, gpu)] if args.run.trace else []  # before any backward pass
-        lines += [describe_needs(args, sizes, gpu), *traced]
-    if args.run.plan:
-        lines += [describe_plan(args, gpu)]
+        traced = trace_step(args, inputs) if args.run.trace else None  # before any backward pass
+        lines += [describe_needs(args, sizes, gpu)]
+        lines += [describe_trace(args, sizes, traced, gpu)] if traced else []
+        lines += [describe_plan(args, gpu, traced)] if args.run.plan else []
     return "\n".join(lines)
 
 
@@ -101,9 +102,9 @@ def describe_needs(args: ScriptArgs, sizes: Sizes, gpu: Gpu) -> str:
     return f"{text}:\n{seconds:.0f} s on {ranks} x {gpu.name} at {MFU:.0%} of the peak, without the rollout"
 
 
-def describe_trace(args: ScriptArgs, sizes: Sizes, inputs: Inputs | None, gpu: Gpu) -> str:
+def describe_trace(args: ScriptArgs, sizes: Sizes, traced: Traced, gpu: Gpu) -> str:
     """Tables of a traced step: its memory beside the estimate, its predicted speed."""
-    traced, ranks = trace_step(args, inputs), training_ranks(args)
+    ranks = training_ranks(args)
     estimated = memory_of(args, sizes, ranks, gpu.memory)
     return f"{trace_table(traced.memory, estimated)}\n{speed_table(args, sizes, traced, ranks)}"
 
@@ -303,19 +304,19 @@ class DecoderCosts(NamedTuple):
         return cls(weights, kv_bytes_per_token(model), token, flops.pair / 3, layers, heads)
 
 
-def describe_plan(args: ScriptArgs, gpu: Gpu) -> str:
-    """A table of the seconds of a step for each split of the --dry-run GPUs, and the flags of the best. Raises
-    InputError."""
+def describe_plan(args: ScriptArgs, gpu: Gpu, traced: Traced | None = None) -> str:
+    """A table of the seconds of a step for each split of the --dry-run GPUs, and the flags of the best. traced: the
+    step of --trace, whose speed takes the place of the assumed MFU. Raises InputError."""
     prompt, rows = args.data.max_prompt_length, args.prompts_per_step * args.group_size
     lengths = read_lengths(args.run.plan, args.rollout.max_response_length)
-    table = plan_table(plan_splits(args, gpu, lengths), rows * (prompt + lengths.mean()))
+    table = plan_table(plan_splits(args, gpu, lengths, traced), rows * (prompt + lengths.mean()))
     what = f"responses {args.run.plan} (mean {lengths.mean():.0f} tokens, longest {lengths.max()}), prompts of {prompt}"
     return f"predicted for {args.run.dry_run} x {gpu.name}, {what} (docs/scaling.md, Planning the split):\n{table}"
 
 
-def plan_splits(args: ScriptArgs, gpu: Gpu, lengths: np.ndarray) -> list[Split]:
+def plan_splits(args: ScriptArgs, gpu: Gpu, lengths: np.ndarray, traced: Traced | None = None) -> list[Split]:
     """Of the --dry-run GPUs: all sample and train, or the last ones sample, at each --async-level. Engines have the
-    size that is fastest at level 1, or 0 (within 2 %, the smallest). Raises InputError if there is none."""
+    size that is fastest at level 1, or another one (within 2 %, the smallest). Raises InputError if there is none."""
     if args.rollout.rollout_engine not in ("hf", "vllm"):
         raise InputError(
             f"--plan compares vLLM engines of this job, not --rollout-engine {args.rollout.rollout_engine}"
@@ -325,8 +326,9 @@ def plan_splits(args: ScriptArgs, gpu: Gpu, lengths: np.ndarray) -> list[Split]:
     training = [n for n in range(1, gpus) if args.prompts_per_step % (n * args.num_mini_batches) == 0]
     training = [n for n in training if n >= gpus / 16] or training
     for ranks in [*training[:: -(-len(training) // MOST_SPLITS) or 1], gpus]:
-        split = partial(plan_split, args, policy, flops, gpu, lengths, gpus - ranks)
-        for first in (1, 0) if gpus > ranks else (0,):
+        speed = traced and traced.speed(ranks)
+        split = partial(plan_split, args, policy, flops, gpu, lengths, speed, gpus - ranks)
+        for first in (1, 2, 0) if gpus > ranks else (0,):  # --async-order finished needs 2
             found = {size: own for size in ENGINE_GPUS if (own := split(size, first))}
             if found:
                 break
@@ -361,6 +363,7 @@ def plan_split(
     flops: list[StepFlops],
     gpu: Gpu,
     lengths: np.ndarray,
+    speed: Speed | None,
     rollout_gpus: int,
     engine_gpus: int,
     level: int,
@@ -377,7 +380,7 @@ def plan_split(
         return None
     ranks, engines = training_ranks(changed), (rollout_gpus or args.run.dry_run) // engine_gpus
     sizes: dict[str, Any] = {"groups": args.prompts_per_step, "group_size": args.group_size, "engines": engines}
-    train = sum(training_seconds(changed, ranks, gpu, flops[level > 0], lengths.mean(), policy.weights))
+    train = sum(training_seconds(changed, ranks, gpu, flops[level > 0], lengths.mean(), policy.weights, speed))
     times: dict[str, Any] = {"sync": SYNC_S + policy.weights / link(args.run.dry_run), "train": train}
     step = predict(lengths, rates, prompt=args.data.max_prompt_length, level=level, **sizes, **times)
     flags = [(name, getattr(changed.rollout, name)) for name in OF_SPLIT]
@@ -419,20 +422,28 @@ def mean_flops(args: ScriptArgs, lengths: np.ndarray, level: int) -> StepFlops:
 
 
 def training_seconds(
-    args: ScriptArgs, ranks: int, gpu: Gpu, flops: StepFlops, length: float, weights: int
+    args: ScriptArgs, ranks: int, gpu: Gpu, flops: StepFlops, length: float, weights: int, speed: Speed | None = None
 ) -> tuple[float, float]:
-    """(log-probs before the update, update) of a step: the FLOPs at MFU of the peak, or the exchange of `weights`
-    (bytes) and fp32 gradients between ranks, where that takes longer. length: the mean of the responses."""
+    """(log-probs before the update, update) of a step, or the exchange of `weights` (bytes) and fp32 gradients between
+    ranks, where that takes longer. They take the FLOPs at MFU of the peak; with the `speed` of a trace the update takes
+    its FLOPs at the trace's MFU, and a pass the trace's share of it. length: the mean of the responses."""
     assert gpu.peak is not None
-    sizes = step_sizes(args, ranks)
-    compute = MFU * 1e12 * gpu.peak * ranks
+    sizes, passes = step_sizes(args, ranks), log_prob_passes(args, step_sizes(args, ranks))
+    peak = 1e12 * gpu.peak * ranks
+    if speed is None:
+        log_probs, update = flops.log_probs / (MFU * peak), (flops.update + flops.recomputed) / (MFU * peak)
+    else:
+        update = flops.update / (speed.mfu * peak)
+        policies = passes + (args.critic_model is not None)  # a critic's values take what the policy's log-probs do
+        log_probs = update / args.update_epochs * policies * speed.log_probs / speed.update
+        update += sizes.updates_per_step * speed.optimizer
     tokens = sizes.local_prompts * (args.data.max_prompt_length + args.group_size * length)
-    passes = max(math.ceil(tokens / args.optimizer.micro_batch_tokens), args.num_mini_batches)
-    reduced = passes * args.update_epochs if args.shard.reduce_each_micro_batch else sizes.updates_per_step
+    micro_batches = max(math.ceil(tokens / args.optimizer.micro_batch_tokens), args.num_mini_batches)
+    reduced = micro_batches * args.update_epochs if args.shard.reduce_each_micro_batch else sizes.updates_per_step
     sent = 0.0 if ranks == 1 else 1 / link(ranks // args.shard.dp_replicate_size)  # seconds a byte
-    gathered = weights * passes * log_prob_passes(args, sizes) * sent
-    exchanged = (2 * weights * passes * args.update_epochs + 2 * weights * reduced) * sent
-    return max(flops.log_probs / compute, gathered), max((flops.update + flops.recomputed) / compute, exchanged)
+    gathered = weights * micro_batches * passes * sent
+    exchanged = (2 * weights * micro_batches * args.update_epochs + 2 * weights * reduced) * sent
+    return max(log_probs, gathered), max(update, exchanged)
 
 
 def link(ranks: int) -> float:

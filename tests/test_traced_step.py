@@ -14,8 +14,12 @@ import torch
 import grpo
 from lib import InputError
 from lib.args import step_sizes
+from lib.distributed import current_stage
+from lib.model.trace import Trace
 from lib.traced_step import check_traceable, rows_of_trace
 from tests.common import FORKSERVER, ROOT, TOY_MODEL, parse_flags, rollout_batch
+from tests.gpu import strict
+from tests.gpu.test_strict import COUNTS, MINI_BATCH, NORM
 
 # three layers of public models, with a vocabulary that does not outweigh them
 SMALL = {"num_hidden_layers": 3, "vocab_size": 32768}
@@ -29,10 +33,28 @@ CASES = {  # script, shape, tied, ranks, flags
 OWN_LOSS = ("losses = torch.maximum(unclipped, clipped)", "losses = torch.maximum(unclipped, clipped).tan()")
 
 
+class WaitingTrace(Trace):
+    """Notes where the host reads what is on the accelerator, from the update on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        device = (kwargs or {}).get("device")
+        if func._opname == "_to_copy" and args[0].device.type == "gpu" and device is not None and device.type == "cpu":
+            self.note(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _by_values(self, func, args, kwargs):
+        self.note(func)
+        return super()._by_values(func, args, kwargs)
+
+    def note(self, func) -> None:
+        if current_stage().endswith(" update"):
+            strict.note("wait", func._opname)
+
+
 def trace(script: str, config: dict, folder: str, *flags: str) -> dict:
     import torch.distributed as dist
 
-    from lib import estimate, setup
+    from lib import estimate, setup, traced_step
     from lib.args import training_ranks
     from lib.traced_step import predict_update, trace_step
 
@@ -44,11 +66,20 @@ def trace(script: str, config: dict, folder: str, *flags: str) -> dict:
     if not dist.is_initialized():
         setup.join(args)
     sizes, ranks = step_sizes(args, training_ranks(args)), training_ranks(args)
+    strict.events.clear()
+    traced_step.Trace = WaitingTrace
     traced = trace_step(args)
     names = {k.name for k in traced.kernels if k.moment == "loss"}
     estimated = estimate.memory_of(args, sizes, ranks, 80 * 2**30)
     seconds = predict_update(args, sizes, traced, ranks)
-    return {"traced": traced.memory, "estimated": estimated, "speed": traced.speed(ranks), "names": names, "s": seconds}
+    return {
+        "traced": traced.memory,
+        "estimated": estimated,
+        "speed": traced.speed(ranks),
+        "names": names,
+        "s": seconds,
+        "waits": strict.waits(),
+    }
 
 
 def rotary_embedding() -> str:
@@ -74,6 +105,9 @@ def test_the_estimate_agrees_with_the_trace(child, case, tmp_path):
     for moment in moments:
         traced, estimated = (sum(result[name][moment].values()) for name in ("traced", "estimated"))
         assert abs(estimated - traced) <= max(0.05 * traced, 64 << 20), (moment, traced, estimated, result)
+    models = 2 if script == "ppo" else 1
+    # the host waits once a mini-batch, as on the strict device; here both counts are reads of their own
+    assert result["waits"] == MINI_BATCH | {COUNTS: 2 * models, NORM: models}
     update, log_probs = result["s"]
     assert 0 < log_probs < update / 2 and 0 < result["speed"].mfu < 1
 

@@ -432,7 +432,8 @@ class RunArgs(Group):
     """with --dry-run: predict the seconds of a step for each number of --rollout-gpus and --async-level, for responses
     as long as in a run (its folder), lognormal:mean,sigma, uniform:lo,hi, constant:n or auto (docs/scaling.md)"""
     trace: Annotated[bool, NOT_COMPARED] = False
-    """with --dry-run: also run a step of this script without values, and print the memory that it takes"""
+    """with --dry-run: also run a step of this script without values, and print the memory that it takes and a predicted
+    speed, which --plan then takes"""
     memory_check: Annotated[bool, NOT_COMPARED] = True
     """on a GPU, estimate the memory at the start and reject flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"

@@ -167,8 +167,7 @@ def estimate_memory(
     groups, costs = FSDPGroups.of(actor), update_costs(actor, in_update, gradient_checkpointing, entropy_in_loss)
     reduces = accumulation != "whole"
     in_backward, in_last = (
-        {"gathered weights": groups.whole_in_backward(c, ranks, reduces, last), "work": costs.backward}
-        for last in (False, True)
+        {"gathered weights": groups.whole_in_backward(c, ranks, reduces, last)} for last in (False, True)
     )
     tower = TowerCosts.of(actor, of_images, gradient_checkpointing)
     of_a_layer, host = costs.kept // groups.layers, {}
@@ -179,9 +178,10 @@ def estimate_memory(
     begun = {"activations": of_a_layer if offload_activations else costs.kept, **accumulated}
     # at the last layer: the other layers' activations are gone, and their gradients exist; the root's come last
     of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
-    done = {"activations": of_a_layer, "gradients": 4 * shard_numel(of_layers, ranks), **accumulated}
+    done = {"activations": of_a_layer, "work": costs.last_layer - of_a_layer}
+    done |= {"gradients": 4 * shard_numel(of_layers, ranks), **accumulated}
     moments["loss"] = {"gathered weights": groups.whole_in_head(c, ranks), "work": costs.loss, **begun}
-    moments["backward"] = in_backward | begun
+    moments["backward"] = in_backward | {"work": costs.backward, **begun}
     moments["last layer"] = in_last | done
     if tower.kept:  # the tower comes last
         moments["vision"] = in_last | done | {"activations": 0, "work": tower.work}
@@ -191,7 +191,7 @@ def estimate_memory(
         kept = costs.kept + tower.kept
         moments["critic"] = {
             "gathered weights": groups.whole_in_backward(c, ranks, reduces),
-            "work": max(costs.loss, costs.backward, tower.work),
+            "work": max(costs.loss, costs.backward, costs.last_layer - costs.kept, tower.work),
             "activations": costs.kept // groups.layers if offload_activations else kept,
             "critic gradients": gradients["critic gradients"],
             **{name: size for name, size in accumulated.items() if name in gradients},
@@ -386,6 +386,7 @@ class UpdateCosts(NamedTuple):
     kept: int  # activations, at the end of the forward pass
     loss: int  # besides them, until the gradient has come through the head
     backward: int  # besides them, from then on
+    last_layer: int  # when the gradient comes to the first layer and to what is before it, with what is left of them
 
 
 @lru_cache(16)
@@ -396,14 +397,14 @@ def update_costs(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     measure = partial(_update_peaks, model, tokens, entropy_in_loss)
-    kept, loss, in_layers, after_layers = _of_all_layers(model, measure)
+    kept, loss, in_layers, in_last = _of_all_layers(model, measure)
     model.zero_grad()
     model.gradient_checkpointing_disable()
-    return UpdateCosts(kept, loss - kept, max(in_layers - kept, after_layers - kept, 0))
+    return UpdateCosts(kept, loss - kept, max(in_layers - kept, 0), in_last)
 
 
 def _update_peaks(model: PreTrainedModel, tokens: int, entropy_in_loss: bool) -> tuple[int, int, int, int]:
-    """(activations, the peaks until the gradient has come through the head, through the layers, and to the end)."""
+    """(activations, the peaks until the gradient has come through the head, to the first layer, and to the end)."""
     peaks, live = [], LiveBytes(model)
 
     def next_moment(*_) -> None:
@@ -417,7 +418,7 @@ def _update_peaks(model: PreTrainedModel, tokens: int, entropy_in_loss: bool) ->
     def begin_of_layer(layer, args) -> None:
         def gradient_comes(_) -> None:
             layer.zero_grad()  # FSDP takes those of the layer away
-            if layer is layers[0]:
+            if layer in layers[1:2]:
                 next_moment()
 
         if args[0].requires_grad:
@@ -434,8 +435,8 @@ def _update_peaks(model: PreTrainedModel, tokens: int, entropy_in_loss: bool) ->
     for hook in hooks:
         hook.remove()
     model.zero_grad()
-    _, loss, in_layers, *after = peaks  # nothing comes after the layers where no gradient leaves them
-    return kept, loss, in_layers, max(after, default=in_layers)
+    _, loss, *in_layers, in_last = peaks  # nothing tells them apart where no gradient comes to the first layer
+    return kept, loss, max(in_layers, default=in_last), in_last
 
 
 class TowerCosts(NamedTuple):

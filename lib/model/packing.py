@@ -110,26 +110,31 @@ def _of_group(
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """(results, target) for this rank's trained tokens. All rows of the group make one packed row. In sequence
     parallelism each rank runs a share of the tokens, and sends a token's results to the rank that owns its row. In
-    tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows' results."""
-    group, rank = row_group.ranks, row_group.ranks.rank()
-    rows = batch.select([*LAYOUT, "responses"], [])
-    rows.batch["rank"] = torch.full((len(rows),), rank, device=batch.batch["responses"].device)
+    tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows' results. The rows
+    are gathered from their copies on the CPU, so that the host does not wait for a GPU."""
+    group, rank, device = row_group.ranks, row_group.ranks.rank(), batch.batch["input_ids"].device
+    rows = on_host(batch)
+    rows.batch["rank"] = torch.full((len(rows),), rank)
     rows = rows.all_gather(group)
     inputs, select, target = _response_inputs(model, rows, True, share_prompts)
-    y, T = rows.batch["responses"].flatten()[target], rows.batch["responses"].shape[1]
+    T = rows.batch["response_mask"].shape[1]
+    y = rows.batch["input_ids"][:, -T:].flatten()[target]
     owner = rows.batch["rank"][target // T]  # (n,)
     own, before = owner == rank, (rows.batch["rank"] < rank).sum() * T  # before: tokens in the rows of lower ranks
+    own_target = target[own] - before
     if row_group.split == "weights":
+        inputs, select, y, own, own_target = _to(device, (inputs, select, y, own.nonzero()[:, 0], own_target))
         results = torch.stack(forward(inputs, select, y), 1)
-        return TakeOwn.apply(results, own.nonzero()[:, 0], group).unbind(1), target[own] - before
+        return TakeOwn.apply(results, own, group).unbind(1), own_target
 
     inputs, tokens = _share_of_tokens(inputs, group)
     here = select // tokens == rank  # (n,): whether this rank runs the token
-    results = torch.stack(forward(inputs, select[here] - rank * tokens, y[here]), 1)
     runner = select[own] // tokens
     send, receive = (ranks.bincount(minlength=group.size()).tolist() for ranks in (owner[here], runner))
-    results = all_to_all(results, group, send, receive)
-    return results.unbind(1), target[own][runner.argsort(stable=True)] - before
+    own_target = own_target[runner.argsort(stable=True)]
+    inputs, select, y, own_target = _to(device, (inputs, select[here] - rank * tokens, y[here], own_target))
+    results = torch.stack(forward(inputs, select, y), 1)
+    return all_to_all(results, group, send, receive).unbind(1), own_target
 
 
 def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]:

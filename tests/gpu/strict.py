@@ -30,6 +30,8 @@ GPU = torch.device("cpu")  # in the process of `on_gpu`: gpu:0
 # what the host waits for, besides copies: the size of a result, or a value
 WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "repeat_interleave"}
 WAITS |= {"_unique2", "unique_dim", "unique_consecutive", "_assert_async"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+CALLED = {"data_proto.py", "trace.py"}  # these do what others ask for
 
 
 class Event(NamedTuple):
@@ -46,7 +48,7 @@ def note(kind: str, what: str, source: torch.Tensor | None = None) -> None:
     frame, place = sys._getframe(1), "outside"
     while frame is not None and place == "outside":
         file = Path(frame.f_code.co_filename)
-        if (file.parent == ROOT or (ROOT / "lib") in file.parents) and file.name != "data_proto.py":
+        if (file.parent == ROOT or (ROOT / "lib") in file.parents) and file.name not in CALLED:
             name = frame.f_code.co_qualname.partition(".<locals>")[0].rpartition(".")[2]
             place = f"{file.relative_to(ROOT)} {name}"
         frame = frame.f_back
@@ -123,7 +125,7 @@ def _run(func, args, kwargs):
             where, non_blocking = "in" if to_gpu else "out", kwargs.get("non_blocking", args[2:] == (True,))
             note(where if non_blocking else "wait", f"copy {where}", source)
     elif strict:
-        if name in ("index", "index_put_", "_index_put_impl_", "_unsafe_index"):  # an index may be on the CPU
+        if name in INDEXING:  # an index may be on the CPU
             indices = [x for x in args[1] if x is not None]
             for _ in [x for x in indices if not isinstance(x, Strict)]:
                 note("wait", "copy in, an index")
