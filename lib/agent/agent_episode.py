@@ -86,7 +86,9 @@ class AgentEpisode:
             await asyncio.wait([playing, self.failure], return_when=asyncio.FIRST_COMPLETED)
             if self.failure.done():
                 self.failure.result()
-            return await playing
+            if playing.cancelled():  # its own doing: an episode that ends by this error would end a run on servers
+                raise AgentFailed("exception", "the agent cancelled itself")
+            return playing.result()
         finally:
             playing.cancel()
             await asyncio.wait([playing], timeout=CANCEL_S)

@@ -805,6 +805,10 @@ def test_functions_that_fail_end_their_episode_only(capsys):
     async def exits_async(url, key, row):
         sys.exit(0)
 
+    async def cancels_itself(url, key, row):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
     def bad_reward(url, key, row):
         good(url, key, row)
         return float("nan")
@@ -821,11 +825,11 @@ def test_functions_that_fail_end_their_episode_only(capsys):
         good(url, key, row)
         return {f"{i}": i for i in range(101)}
 
-    agents = (good, raises, exits, exits_async, bad_reward, bad_metrics, bad_names, too_many_metrics)
-    out, _ = play(one_each(*agents), rows=8)
-    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", *["error"] * 7]
-    assert out.batch["response_mask"].any(1).tolist() == [True] + [False] * 7
-    assert failures(out) == {"exception": 3, "bad_reward": 4}
+    agents = (raises, exits, exits_async, cancels_itself, bad_reward, bad_metrics, bad_names, too_many_metrics)
+    out, _ = play(one_each(good, *agents), rows=9)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", *["error"] * 8]
+    assert out.batch["response_mask"].any(1).tolist() == [True] + [False] * 8
+    assert failures(out) == {"exception": 4, "bad_reward": 4}
     assert capsys.readouterr().out.count("RuntimeError: the agent broke") == 1
     with pytest.raises(InputError, match=r"all 1 episodes failed(.|\n)*without an answer"):
         play(lambda url, key, row: None)
