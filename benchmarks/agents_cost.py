@@ -32,7 +32,6 @@ ARMS = {
     "elsewhere": "--agent, in another process (plain HTTP)",
     "raw": "--agent, an async function with plain HTTP (aiohttp)",
     "sdk": "--agent, an async function with the openai SDK, one client for all",
-    "clients": "--agent, an async function with the openai SDK, a client for each episode",
     "threads": "--agent, a function in threads with the openai SDK, one client for all",
 }
 
@@ -57,17 +56,7 @@ async def raw(base_url: str, api_key: str, row: dict) -> float:
 
 
 async def sdk(base_url: str, api_key: str, row: dict) -> float:
-    return await ask_with(sdk_client(base_url, "AsyncOpenAI").with_options(api_key=api_key), row["prompt"])
-
-
-async def clients(base_url: str, api_key: str, row: dict) -> float:
-    import openai
-
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        return await ask_with(client, row["prompt"])
-
-
-async def ask_with(client, messages: list) -> float:
+    messages, client = row["prompt"], sdk_client(base_url, "AsyncOpenAI").with_options(api_key=api_key)
     for _ in range(TURNS):
         found = await client.chat.completions.create(**ask_for(messages))
         messages += [found.choices[0].message, {"role": "user", "content": "done"}]
