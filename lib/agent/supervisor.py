@@ -33,6 +33,13 @@ def execute(memory_mb: str, words: list[str]) -> None:
     os._exit(CANNOT_START)
 
 
+def reap_orphans(command: int) -> None:
+    """Or the ids of processes would run out."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != command:
+            os.waitpid(ended.si_pid, 0)
+
+
 def end_all(command: int) -> None:
     """Ends the command's group, then what has left it."""
     with suppress(ProcessLookupError):
@@ -44,6 +51,8 @@ def end_all(command: int) -> None:
                 for pid in children.read().split():
                     os.kill(int(pid), signal.SIGKILL)
             os.wait()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
 def main(fd: int, memory_mb: str, *words: str) -> None:
@@ -59,7 +68,9 @@ def main(fd: int, memory_mb: str, *words: str) -> None:
     end = select.poll()
     end.register(fd, 0)
     end.register(os.pidfd_open(command), select.POLLIN)
+    signal.signal(signal.SIGCHLD, lambda *_: reap_orphans(command))
     end.poll()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ended = os.waitid(os.P_PID, command, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     end_all(command)
     if ended is None:  # the run is over, or the episode's time

@@ -876,6 +876,9 @@ COMMANDS = {
     f"cat > /dev/null; {LEFT} & echo '{{\"reward\": 1}}'": "no_request",
     f"setsid {LEFT} & (setsid sh -c '{LEFT} & {LEFT}' &); kill -HUP $PPID": "no_request",
     f"{shlex.join([sys.executable, '-S', '-E', '-c', DAEMON])}; exit 4": "exit_code",
+    # orphans that have ended take no process id
+    "for i in $(seq 50); do (true &); done; "
+    "until [ $(wc -w < /proc/$PPID/task/$PPID/children) = 1 ]; do sleep 0.01; done; exit 5": "exit_code",
     "head -c 3000000 /dev/zero": "no_request",
     'python3 -S -E -c "x = bytes(2**29)"': "exit_code",  # more than --agent-memory
     "yes | head -1": "no_request",
