@@ -86,7 +86,9 @@ class AgentEpisode:
             await asyncio.wait([playing, self.failure], return_when=asyncio.FIRST_COMPLETED)
             if self.failure.done():
                 self.failure.result()
-            return await playing
+            if playing.cancelled():  # its own doing: an episode that ends by this error would end a run on servers
+                raise AgentFailed("exception", "the agent cancelled itself")
+            return playing.result()
         finally:
             playing.cancel()
             await asyncio.wait([playing], timeout=CANCEL_S)
@@ -110,15 +112,15 @@ class AgentEpisode:
         self.counts["ignored"] = self.rules.ignored
         request.metrics.update({name: self.counts[name] for name in (*OF_AGENTS, *OF_COMPACTION)})
 
-    async def chat(self, api: Api, body) -> dict | Iterator[dict]:
-        """The answer to a request, or its events. Raises BadRequest."""
+    async def chat(self, api: Api, body, size: int) -> dict | Iterator[dict]:
+        """The answer to a request of `size` bytes, or its events. Raises BadRequest."""
         messages, tools, options = api.read_request(body, self.rules)
         self.counts["requests"] += 1
         name = f"{api.ID}{self.request.request_id}-{self.counts['requests']}"
-        contexts, limit = await self._contexts(messages, tools, options), self.settings.limits.compact_at
-        if limit and contexts[0].length > limit and await self._summarize(messages, tools):
+        contexts, limit = await self._contexts(messages, tools, options, size), self.settings.limits.compact_at
+        if limit and contexts[0].length > limit and await self._summarize(messages, tools, size):
             self.counts["tokens_before"] += contexts[0].length
-            contexts = await self._contexts(messages, tools, options)
+            contexts = await self._contexts(messages, tools, options, size)
             self.counts["tokens_after"] += contexts[0].length
         parse = self._parser(contexts[0].tools_key, tools) if tools and options.calls_tools else lambda text: []
         contexts = [context for context in contexts for _ in range(options.n)]
@@ -138,11 +140,10 @@ class AgentEpisode:
         write = api.chunks if options.stream else api.completion
         return write(name, choices, options)
 
-    async def _contexts(self, messages: list[dict], tools: list[dict], options: Options) -> list[Context]:
+    async def _contexts(self, messages: list[dict], tools: list[dict], options: Options, size: int) -> list[Context]:
         """That of the messages, or of each raw prompt. Raises BadRequest."""
         find = partial(self._find_contexts, messages, tools, options)
-        takes_long = sum(len(own["content"]) for own in messages) + sum(map(len, options.prompts)) > LONG_TEXT
-        return await in_thread(find) if takes_long else find()  # other episodes go on meanwhile
+        return await in_thread(find) if size > LONG_TEXT else find()  # other episodes go on meanwhile
 
     def _find_contexts(self, messages: list[dict], tools: list[dict], options: Options) -> list[Context]:
         tokenizer, size = self.settings.tokenizer, len(self.settings.tokenizer)
@@ -150,7 +151,10 @@ class AgentEpisode:
             if isinstance(prompt, list) and not 0 <= min(prompt) <= max(prompt) < size:
                 raise BadRequest(f"prompt: give token ids from 0 to {size - 1}", "prompt")
         if options.prompts:
-            return [self.conversations.raw_context(prompt) for prompt in options.prompts]
+            contexts = [self.conversations.raw_context(prompt) for prompt in options.prompts]
+            if not all(context.length for context in contexts):
+                raise BadRequest("prompt: the tokenizer makes no tokens of it", "prompt")
+            return contexts
         try:
             forced = map(self.settings.escaped, options.forced)
             prefill = call_beginning(self.agent.parser, tokenizer, (*forced,)) if options.forced else ""
@@ -160,11 +164,11 @@ class AgentEpisode:
         except (*REFUSALS, RecursionError) as error:  # JSON may be deeper than a template can write
             raise BadRequest(f"messages: the chat template refuses them: {error}", "messages") from error
 
-    async def _summarize(self, messages: list[dict], tools: list[dict]) -> bool:
+    async def _summarize(self, messages: list[dict], tools: list[dict], size: int) -> bool:
         """Lets the policy summarize the conversation up to its last answer; False if there is nothing to summarize."""
         asked = self.conversations.request_for_summary(messages, tools)
         if asked:
-            [(_, sampled)] = await self._sample(await self._contexts(asked, tools, OF_SUMMARY), OF_SUMMARY)
+            [(_, sampled)] = await self._sample(await self._contexts(asked, tools, OF_SUMMARY, size), OF_SUMMARY)
             summary, _ = self.settings.turn_of(sampled, self.sampling.stop)
             self.conversations.summarize(messages, tools, summary)
             self.counts["compactions"] += 1

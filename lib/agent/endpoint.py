@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import itertools
 import json
+import logging
 import resource
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
@@ -42,8 +43,10 @@ class Api(Protocol):
 APIS: dict[str, Api] = {"/v1/chat/completions": openai_api, "/v1/responses": responses_api}
 APIS["/v1/messages"] = anthropic_api
 APIS["/v1/completions"] = completions_api
+NO_LOG = logging.Logger(__name__, logging.CRITICAL)
 NOT_SUPPORTED = ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations")
-Chat = Callable[[Api, Any], Awaitable[dict | Iterator[dict]]]  # from a request to its answer, or its events
+# from a request and the bytes of its body to its answer, or its events
+Chat = Callable[[Api, Any, int], Awaitable[dict | Iterator[dict]]]
 _of_loop: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[Endpoint]]" = WeakKeyDictionary()
 
 
@@ -71,7 +74,8 @@ class Endpoint:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)  # a client that leaves ends its request
+        # a client that leaves ends its request; what strangers send that is no HTTP is in no log
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=NO_LOG)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG)
         await site.start()
@@ -134,19 +138,21 @@ async def _answer(request: web.Request, chat: Chat) -> web.StreamResponse:
     if (request.method, path) == ("GET", "/v1/models"):
         return web.json_response(openai_api.models())
     if request.method == "POST" and path in APIS:
-        reply = await chat(APIS[path], await _body(request))
+        reply = await chat(APIS[path], *await _body(request))
         return web.json_response(reply) if isinstance(reply, dict) else await _stream(request, reply)
     if path in NOT_SUPPORTED:
         raise BadRequest(f"{path} is not supported: use {', '.join(APIS)}", status=501)
     raise BadRequest(f"there is no {request.method} {request.path[:100]}", status=404)
 
 
-async def _body(request: web.Request) -> Any:
-    """Raises BadRequest."""
+async def _body(request: web.Request) -> tuple[Any, int]:
+    """(the JSON, its bytes). Raises BadRequest."""
     try:
         async with asyncio.timeout(BODY_S):
             body = await request.read()
-        return json.loads(body)
+        return json.loads(body), len(body)
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"the body cannot be decoded: {say(error)}") from None
     except web.HTTPRequestEntityTooLarge:
         raise BadRequest(f"the body has more than {LARGEST_BODY} bytes", status=413) from None
     except TimeoutError:

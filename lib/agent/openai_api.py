@@ -11,6 +11,7 @@ from lib.rollout import Generated, Sampling
 MODEL = "policy"
 ID = "chatcmpl-"  # begins the id of an answer
 LARGEST_N = 128
+LONGEST_STOP = 1000  # characters of a stop string
 # parameters without an effect on what is sampled
 IGNORED = {"model", "stream_options", "user", "metadata", "store", "service_tier", "prompt_cache_key"}
 IGNORED |= {"safety_identifier", "prompt_cache_retention"}
@@ -145,7 +146,14 @@ def stop_strings(given: Any, name: str) -> tuple[str, ...]:
     """Raises BadRequest."""
     if not (isinstance(given, list) and all(isinstance(text, str) and text for text in given) and len(given) <= 16):
         raise BadRequest(f"{name}: give a text or a list of at most 16 texts", name)
+    if any(len(text) > LONGEST_STOP or not _is_unicode(text) for text in given):  # engines take no others
+        raise BadRequest(f"{name}: give Unicode texts of at most {LONGEST_STOP} characters", name)
     return tuple(given)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no lone surrogates, which JSON may hold."""
+    return text == text.encode("utf-8", "replace").decode()
 
 
 def whole(given: dict, name: str, default: int | None, lowest: int, highest: int) -> int | None:

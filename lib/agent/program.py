@@ -8,7 +8,7 @@ import numbers
 import os
 import shlex
 import shutil
-import signal
+import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,17 +24,10 @@ from lib.cli.user_code import load_object
 from lib.rollout import Sampling
 from lib.sandbox import LARGEST_SCORE
 
-# Kills the command's process group when the pipe $0 closes, which this process holds as long as the episode lasts, in
-# whatever way it ends. $1: MiB of address space for each process, or unlimited.
-GUARD = """
-(exec < /dev/null > /dev/null 2>&1; read -r _ <&$0; kill -KILL -$$) &
-exec {0}<&-
-[ "$1" = unlimited ] || ulimit -v $(($1 * 1024)) || exit
-shift
-exec "$@"
-"""
-GRACE_S = 2.0  # how long the output of a command that has ended may take
+SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
+GRACE_S = 10.0  # how long the end of all processes of a command may take
 LONGEST_LINE = 1 << 16  # bytes kept of a command's output, at its end
+MOST_METRICS = 100  # of an agent, each a metric of the run; and the characters of a name
 
 
 class AgentFailed(Exception):
@@ -97,6 +90,10 @@ def reward_of(result: Any, answers: Collection[str]) -> tuple[float | None, dict
         if not abs(number) <= LARGEST_SCORE:
             what = f"the agent returned the reward {str(value)[:100]!r}; use numbers up to {LARGEST_SCORE:g}"
             raise AgentFailed("bad_reward", what)
+    names = [str(name) for name in metrics]
+    if len(names) > MOST_METRICS or not all(name.isprintable() and len(name) <= MOST_METRICS for name in names):
+        what = f"the agent's metrics are not at most {MOST_METRICS}, with names of at most {MOST_METRICS} characters"
+        raise AgentFailed("bad_reward", what)
     try:
         check_metrics(metrics, "the agent")
     except TypeError as error:
@@ -122,9 +119,9 @@ async def _run_command(words: list[str], memory_mb: int | None, base_url: str, a
     address = {"OPENAI_BASE_URL": base_url, "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1")}
     keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), api_key)
     direct = {name: f"{os.environ.get(name, '')},127.0.0.1".strip(",") for name in ("NO_PROXY", "no_proxy")}
-    read, guard = os.pipe()
-    try:
-        start = ["bash", "-c", GUARD.replace("{0}", f"{read}"), str(read), str(memory_mb or "unlimited"), *words]
+    read, write = os.pipe()
+    with open(read, "rb"), open(write, "wb") as episode:
+        start = [sys.executable, "-I", "-S", SUPERVISOR, str(read), str(memory_mb or "unlimited"), *words]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         environment = os.environ | address | keys | direct
         process = await asyncio.create_subprocess_exec(
@@ -133,17 +130,16 @@ async def _run_command(words: list[str], memory_mb: int | None, base_url: str, a
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         told = asyncio.ensure_future(_tell(process.stdin, json.dumps(row, default=str).encode()))
         ends = [asyncio.ensure_future(_end_of(stream)) for stream in (process.stdout, process.stderr)]
+        exited = asyncio.ensure_future(_exit_of(process.pid))
         try:
-            await _exit_of(process.pid)
+            await asyncio.shield(exited)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its number is taken as long as the guard lives
-            await asyncio.wait(ends, timeout=GRACE_S)  # a process that has left the group may hold them open
-            for task in (told, *ends):
+            episode.close()  # the supervisor ends what still runs
+            await asyncio.wait([exited, *ends], timeout=GRACE_S)  # a process outside may hold the output open
+            if not exited.done():
+                process.kill()
+            for task in (told, exited, *ends):
                 task.cancel()
-    finally:
-        os.close(read)
-        os.close(guard)
     output, errors = (end.result() if end.done() and not end.cancelled() else "" for end in ends)
     while process.returncode is None:  # it has ended, and asyncio's thread is about to know
         await asyncio.sleep(0.001)

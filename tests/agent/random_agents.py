@@ -95,6 +95,13 @@ def as_response(body) -> dict:
 APIS = {"/messages": (as_messages, from_blocks), "/responses": (as_response, from_items)}
 
 
+def check(status, found) -> None:
+    """Raises Full."""
+    if status == 400 and "more tokens of context" in found["error"]["message"]:
+        raise Full
+    assert status == 200, found
+
+
 class Client:
     """An agent's: plain HTTP."""
 
@@ -118,10 +125,14 @@ class Client:
         own = {"messages": messages, **body}
         to, back = APIS.get(self.api, (dict, lambda found: [choice["message"] for choice in found["choices"]]))
         status, found = await self.post(to(own), self.api, timeout=timeout)
-        if status == 400 and "more tokens of context" in found["error"]["message"]:
-            raise Full
-        assert status == 200, found
+        check(status, found)
         return back(found)
+
+    async def interrupt(self, body) -> None:
+        """Asks for a stream, and leaves when it begins."""
+        to, _ = APIS.get(self.api, (dict, None))
+        async with self.session.post(self.url + self.api, json=to(body) | {"stream": True}) as answer:
+            check(answer.status, await answer.json() if answer.status != 200 else None)
 
 
 def segments_of(out, row=0) -> list[tuple[list[int], list[int]]]:
@@ -149,7 +160,7 @@ def trained_of(out, row=0) -> list[tuple[list[int], list[int]]]:
 
 
 NAMES = ["go on", "go on", "tool", "retry", "edit", "drop", "summarise"]
-NAMES += ["fork", "n", "own prompt", "leave", "stop", "force"]
+NAMES += ["fork", "n", "own prompt", "leave", "interrupt", "stop", "force"]
 ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9)), min_size=1, max_size=7)
 
 
@@ -198,6 +209,11 @@ def random_agent(actions, tools, answered=None, api="/chat/completions"):
                 elif action == "force":
                     named = {"type": "function", "function": {"name": "add"}}
                     await ask([*history, *answers, user], tool_choice=named if number % 2 else "required")
+                elif action == "interrupt":
+                    body = {"messages": [*history, *answers, user], "tools": tools}
+                    await client.interrupt(body)
+                    if answered is not None:
+                        answered.append(body)
                 elif action == "leave":
                     with suppress(TimeoutError):
                         await client.chat([HANG], timeout=aiohttp.ClientTimeout(0.02))
@@ -209,16 +225,14 @@ def random_raw_agent(actions, encode, in_ids, sent):
     """As random_agent, with raw prompts: texts or ids. sent: a list that gets the prompt of each answer."""
 
     async def agent(url, key, row):
-        async with Client(url, key) as client:
+        async with Client(url, key, "/completions") as client:
             histories, bodies = [], []  # a history: all up to the end of an answer, without its end token
 
             async def ask(*prompts, **body):
                 bodies.append((prompts, body))
                 own = {"prompt": [*prompts], "max_tokens": 60, "return_token_ids": in_ids, **body}
                 status, found = await client.post(own, "/completions")
-                if status == 400 and "more tokens of context" in found["error"]["message"]:
-                    raise Full
-                assert status == 200, found
+                check(status, found)
                 asked = [prompt for prompt in prompts for _ in range(body.get("n", 1))]
                 for prompt, choice in zip(asked, found["choices"], strict=True):
                     sent.append(prompt)
@@ -254,6 +268,9 @@ def random_raw_agent(actions, encode, in_ids, sent):
                     await ask(history + user, text("other "))
                 elif action == "stop":
                     await ask(history + user, stop=["stop", "e"])
+                elif action == "interrupt":
+                    await client.interrupt({"prompt": history + user, "max_tokens": 60})
+                    sent.append(history + user)
                 elif action == "leave":
                     with suppress(TimeoutError):
                         hang = {"prompt": "hang", "max_tokens": 9}

@@ -807,7 +807,7 @@ def test_agents_are_trained_on_what_was_sampled_and_the_ratio_is_one(engine_and_
 
     engine, model = engine_and_model
     draw = random.Random(1)
-    kinds = ["go on", "tool", "retry", "edit", "drop", "summarise", "fork", "n", "own prompt", "stop"]
+    kinds = ["go on", "tool", "retry", "edit", "drop", "summarise", "fork", "n", "own prompt", "stop", "interrupt"]
     plans = [[(draw.choice(kinds), draw.randrange(9)) for _ in range(5)] for _ in range(8)]
 
     async def agent(url, key, row):

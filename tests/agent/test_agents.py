@@ -1,7 +1,9 @@
 """--agent: what is trained is what was sampled, whatever an agent does; its endpoint, its processes, its rewards."""
 
 import asyncio
+import gzip
 import json
+import os
 import random
 import re
 import resource
@@ -26,7 +28,7 @@ from hypothesis import strategies as st
 
 import grpo
 from lib import InputError
-from lib.agent import agent_metrics, endpoint, make_episodes
+from lib.agent import MultiTurn, agent_metrics, endpoint, make_episodes
 from lib.agent.openai_api import read_messages, read_tools
 from lib.agent.program import Agent, call_function, load_agent
 from lib.args import RolloutArgs
@@ -68,7 +70,7 @@ class Fake:
         ended = {}
         for request_id, request in list(self.waiting.items()):
             request[0] -= 1
-            if request[0] < 0 and "\nhang<" not in tokenizer().decode(request[1]):
+            if request[0] < 0 and not re.search("(^|\n)hang(<|$)", tokenizer().decode(request[1])):
                 del self.waiting[request_id]
                 ended[request_id] = self.answer(*request[1:])
         return ended
@@ -383,6 +385,8 @@ WRONG = {
     "seed: give": HELLO | {"seed": "x"},
     "max_tokens: give": HELLO | {"max_tokens": 0},
     "stop: give": HELLO | {"stop": [""]},
+    "stop: give Unicode": HELLO | {"stop": ["a", "\ud800"]},
+    "stop: give Unicode texts of at most 1000": HELLO | {"stop": "x" * 1001},
     "stream: give true or false": HELLO | {"stream": "yes"},
     "stream_options: give": HELLO | {"stream_options": 1},
     "grammar is not supported": HELLO | {"grammar": "x"},
@@ -434,6 +438,7 @@ WRONG_MESSAGES = {
     "tool_choice: only  ": ASK | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
     "stop_sequences: give": ASK | {"stop_sequences": "x"},
     "stop_sequences: give ": ASK | {"stop_sequences": [""]},
+    "stop_sequences: give Unicode": ASK | {"stop_sequences": ["\udfff"]},
     "temperature 0: the policy is trained at --temperature 1": ASK | {"temperature": 0},
     "top_k 5: the policy is trained at --top-k -1": ASK | {"top_k": 5},
     "thinking: only": ASK | {"thinking": {"type": "enabled", "budget_tokens": 1024}},
@@ -531,6 +536,33 @@ def test_what_clients_send_without_meaning_it():
     found = ask(*(("/chat/completions", body) for body in (HELLO | fine, odd, long)))
     assert [status for status, _ in found] == [200, 200, 400], found
     assert "more tokens of context" in found[2][1]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"messages": [user("")] * 500},
+        HELLO | {"tools": TOOLS * 100},
+        {
+            "messages": [
+                user(""),
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": f'"{"x" * 9999}"'}}]},
+            ]
+        },
+    ],
+    ids=["messages", "tools", "arguments"],
+)
+def test_a_large_request_is_encoded_beside_the_event_loop(large, monkeypatch):
+    """However little text its messages have: other episodes go on meanwhile."""
+    threads, render = [], MultiTurn.render
+
+    def seen(*args):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return render(*args)
+
+    monkeypatch.setattr(MultiTurn, "render", seen)
+    ask(("/chat/completions", large))
+    assert {*threads} == {True, False}  # small requests, and this one
 
 
 def test_streams_and_log_probs():
@@ -709,13 +741,18 @@ def test_requests_too_large_and_clients_that_hang(monkeypatch):
                 statuses.append(answer.status)
             async with client.session.post(f"{url}/chat/completions", headers={"x": "y" * 20000}) as answer:
                 statuses.append(answer.status)
+            for data, encoding in ((gzip.compress(b"x" * 2000), "gzip"), (b"x" * 99, "gzip"), (b"{}", "unknown")):
+                headers = {"Content-Encoding": encoding, "Content-Type": "image/png"}
+                headers["Connection"] = "close"  # as the endpoint does with some of them
+                async with client.session.post(f"{url}/chat/completions", data=data, headers=headers) as answer:
+                    statuses.append(answer.status)
             await client.chat(row["prompt"])
         statuses.append(int((await slow[0].readline()).split()[1]))
         silent[1].close()
         slow[1].close()
 
     out, _ = play(agent)
-    assert statuses == [413, 400, 408] and out.non_tensor_batch["finish_reason"].tolist() == ["stop"]
+    assert statuses == [413, 400, 413, 400, 400, 408] and out.non_tensor_batch["finish_reason"].tolist() == ["stop"]
 
 
 def test_agents_of_a_batch_run_at_once(monkeypatch):
@@ -768,6 +805,10 @@ def test_functions_that_fail_end_their_episode_only(capsys):
     async def exits_async(url, key, row):
         sys.exit(0)
 
+    async def cancels_itself(url, key, row):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
     def bad_reward(url, key, row):
         good(url, key, row)
         return float("nan")
@@ -776,10 +817,19 @@ def test_functions_that_fail_end_their_episode_only(capsys):
         good(url, key, row)
         return {"reward": 1.0, "x": "y"}
 
-    out, _ = play(one_each(good, raises, exits, exits_async, bad_reward, bad_metrics), rows=6)
-    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", *["error"] * 5]
-    assert out.batch["response_mask"].any(1).tolist() == [True] + [False] * 5
-    assert failures(out) == {"exception": 3, "bad_reward": 2}
+    def bad_names(url, key, row):
+        good(url, key, row)
+        return {"reward": 1.0, "\x1b[31m": 1}
+
+    def too_many_metrics(url, key, row):
+        good(url, key, row)
+        return {f"{i}": i for i in range(101)}
+
+    agents = (raises, exits, exits_async, cancels_itself, bad_reward, bad_metrics, bad_names, too_many_metrics)
+    out, _ = play(one_each(good, *agents), rows=9)
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", *["error"] * 8]
+    assert out.batch["response_mask"].any(1).tolist() == [True] + [False] * 8
+    assert failures(out) == {"exception": 4, "bad_reward": 4}
     assert capsys.readouterr().out.count("RuntimeError: the agent broke") == 1
     with pytest.raises(InputError, match=r"all 1 episodes failed(.|\n)*without an answer"):
         play(lambda url, key, row: None)
@@ -815,47 +865,56 @@ def test_rewards_of_an_agent():
     assert reduce_metrics(agent_metrics(out))["agent/program/x"] == 2
 
 
+LEFT = f"sleep {100_000 + os.getpid()}"  # processes that should end: no other test has such
+DAEMON = "import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); [os.close(i) for i in range(3)]"
+DAEMON += f"; os.execvpe('sleep', {LEFT.split()}, {{'PATH': os.environ['PATH']}})"
 COMMANDS = {
     "true": "no_request",
     "exit 3": "exit_code",
     "kill -9 $$": "signal",
-    "cat > /dev/null; sleep 1000 & echo '{\"reward\": 1}'": "no_request",  # what it leaves behind ends with it
+    # what it leaves behind ends with it: in its process group, in another session, as a daemon without its environment
+    f"cat > /dev/null; {LEFT} & echo '{{\"reward\": 1}}'": "no_request",
+    f"setsid {LEFT} & (setsid sh -c '{LEFT} & {LEFT}' &); kill -HUP $PPID": "no_request",
+    f"{shlex.join([sys.executable, '-S', '-E', '-c', DAEMON])}; exit 4": "exit_code",
+    # orphans that have ended take no process id
+    "for i in $(seq 50); do (true &); done; "
+    "until [ $(wc -w < /proc/$PPID/task/$PPID/children) = 1 ]; do sleep 0.01; done; exit 5": "exit_code",
     "head -c 3000000 /dev/zero": "no_request",
     'python3 -S -E -c "x = bytes(2**29)"': "exit_code",  # more than --agent-memory
+    "yes | head -1": "no_request",
     'echo \'{"reward": "high"}\'': "bad_reward",
 }
+OUT_OF_TIME = [f"{LEFT} & {LEFT}", "yes", f"{LEFT} < /dev/null > /dev/null 2>&1", f"setsid {LEFT} & kill -STOP $$"]
 
 
-OUT_OF_TIME = dict.fromkeys(["sleep 1000 & sleep 1000", "yes", "sleep 1000 < /dev/null > /dev/null 2>&1"], "timeout")
+def left_behind() -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == LEFT.split()]
 
 
-@pytest.mark.parametrize("kinds, timeout_s", [(COMMANDS, 60.0), (OUT_OF_TIME, 0.5)], ids=["end", "do not end"])
+@pytest.mark.parametrize(
+    "kinds, timeout_s", [(COMMANDS, 60.0), (dict.fromkeys(OUT_OF_TIME, "timeout"), 0.5)], ids=["end", "do not end"]
+)
 def test_commands_that_fail_end_with_all_their_processes(kinds, timeout_s):
     """No process is left when the episode is over, in whatever way it ends."""
     args = [RolloutArgs(agent=shlex.join(["sh", "-c", command]), agent_memory=200) for command in kinds]
     agents = [partial(asyncio.to_thread, good), *(load_agent(own, "auto").play for own in args)]
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
     how = settings_of(None, timeout_s=timeout_s)
     how = replace(how, agent=replace(how.agent, play=one_each(*agents)))
     prompts, seeds = prompts_of(how, len(agents)), [*range(len(agents))]
     out = make_episodes(Fake(), how).generate(prompts, Sampling(T), seeds)
-    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    assert not psutil.wait_procs(left, timeout=60)[1]  # asyncio may still have to reap one
+    assert not psutil.wait_procs(left_behind(), timeout=60)[1]
     found = [{key[7:]: n for key, n in row.items() if "failed" in key} for row in out.non_tensor_batch["agent_metrics"]]
     assert found[1:] == [{kind: 1} for kind in kinds.values()]
 
 
 def play_and_wait(pids):
-    def play_on_and_on(url, key, row):
-        time.sleep(1000)
-
-    agent = load_agent(RolloutArgs(agent="sh -c 'sleep 1000 & sleep 1000'"), "auto")
+    agent = load_agent(RolloutArgs(agent=f"sh -c '(setsid {LEFT} &); {LEFT} & {LEFT}'"), "auto")
     how = replace(settings_of(None), agent=replace(agent, timeout_s=1000))
 
     def tell():
-        while len(children := psutil.Process().children(recursive=True)) < 4:  # sh, two sleeps, the guard
+        while len(left := left_behind()) < 3:
             time.sleep(0.01)
-        pids.send([child.pid for child in children])
+        pids.send([process.pid for process in left])
 
     threading.Thread(target=tell).start()
     make_episodes(Fake(), how).generate(prompts_of(how, 1), Sampling(T), [0])
@@ -865,7 +924,7 @@ def test_no_agent_outlives_a_run_that_is_killed():
     here, there = FORKSERVER.Pipe()
     run = FORKSERVER.Process(target=play_and_wait, args=(there,))
     run.start()
-    assert here.poll(60)
+    assert here.poll(300)
     processes = [psutil.Process(pid) for pid in here.recv()]
     run.kill()
     run.join()

@@ -10,11 +10,12 @@ import pytest
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
 
 import grpo
 from lib import InputError
-from lib.agent import agent_metrics
+from lib.agent import agent_metrics, make_episodes
 from lib.agent.conversation import Conversations
 from lib.agent.parsers import call_beginning, get_tool_parser
 from lib.agent.program import load_agent
@@ -22,8 +23,9 @@ from lib.agent.token_tree import TokenTree
 from lib.args import RolloutArgs
 from lib.cli.flags import parse_flags
 from lib.distributed import reduce_metrics
+from lib.rollout import Sampling
 from tests.agent.random_agents import ACTIONS, Client, random_raw_agent, segments_of, trained_of
-from tests.agent.test_agent_loop import END, tokenizer
+from tests.agent.test_agent_loop import END, prompts_of, tokenizer
 from tests.agent.test_agents import ASK, HELLO, SAY, TOOLS, Fake, ask, encode, failures, play, settings_of, user
 
 ROLE = "\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"  # behind an answer's end token
@@ -240,6 +242,22 @@ def test_odd_raw_prompts_are_text():
     odd = "\ud800 \0 \u202e \U0001f600 <|im_start|>"
     found = ask(("/completions", {"prompt": odd}), ("/completions", {"prompt": [odd, "\n"]}))
     assert [status for status, _ in found] == [200, 200], found
+
+
+def test_a_prompt_without_tokens_is_refused():
+    """Engines take no empty context."""
+    own = copy.deepcopy(tokenizer())
+    own.backend_tokenizer.normalizer = Replace("\u200b", "")
+
+    async def agent(url, key, row):
+        async with Client(url, key) as client:
+            status, found = await client.post({"prompt": ["1", "\u200b"]}, "/completions")
+            assert status == 400 and found["error"]["message"] == "prompt: the tokenizer makes no tokens of it"
+            await client.chat(row["prompt"])
+
+    how, engine = replace(settings_of(agent), tokenizer=own), Fake()
+    make_episodes(engine, how).generate(prompts_of(how, 1), Sampling(200), [0])
+    assert len(engine.sampled) == 1
 
 
 def test_prompts_of_one_request_get_room_together():
