@@ -79,11 +79,9 @@ def join(args: ScriptArgs) -> World:
 def use_batch_invariant_kernels(device: torch.device) -> None:
     """For vLLM in this process and in those that it starts, and for what torch compiles. Call it before vLLM is
     imported. Raises InputError if vLLM has none for the device."""
-    if device.type == "cpu":
-        why = "vLLM has batch-invariant kernels for GPUs only, and ignores VLLM_BATCH_INVARIANT on a CPU"
+    if not has_flash_attention(device, torch.bfloat16):  # they need the same GPUs
+        why = "vLLM has batch-invariant kernels for GPUs from compute capability 8.0 on, and ignores it on a CPU"
         raise InputError(f"--batch-invariant: {why}: drop the flag (docs/mismatch.md has what holds on a CPU)")
-    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 0):
-        raise InputError("--batch-invariant: vLLM needs a GPU with compute capability 8.0 (A100) or later for it")
     from torch._inductor import config as inductor
 
     os.environ["VLLM_BATCH_INVARIANT"] = "1"

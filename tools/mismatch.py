@@ -67,7 +67,7 @@ class Args:
     rows: int = 256
     """most responses to sample; a recorded step is taken whole"""
     flags: str = ""
-    """further flags of the script, such as "--resume runs/NAME/checkpoints/step_000040" """
+    """further flags of the script, as --flags="--model runs/NAME/model" """
     script: str = ""
     """the script, or a copy of it; empty: the one of the config"""
     output: str = ""
@@ -143,7 +143,7 @@ class Report:
 class Batch:
     """A step's batch, and log-probs of its tokens under any Setting.
 
-    versions: {version: {name: weight}}, as the trainer holds them. `replayed`: whether the batch is a recorded one."""
+    version: of the trainer's weights. versions: {version: {name: weight}}, as it holds them. folder: for vLLM's files."""
 
     def __init__(self, args: Any, batch: DataProto, version: int, versions: dict[int, dict[str, Tensor]], folder: Path):
         self.args, self.batch, self.version, self.versions, self.folder = args, batch, version, versions, folder
@@ -174,7 +174,7 @@ class Batch:
         if own.lora_rank:
             more: dict[str, Any] = {"target_modules": own.lora_target_modules, "seed": self.args.run.seed}
             model = add_lora(model, rank=own.lora_rank, alpha=own.lora_alpha, **more)
-        return model.to(self.device).requires_grad_(False)
+        return model.to(self.device)  # requires_grad as in training: torch.matmul chooses kernels by it, too
 
     @property
     def device(self) -> torch.device:
@@ -286,7 +286,8 @@ class Batch:
 
     def _by_hf(self, setting: Setting, prompts, responses, rows: list[int]) -> list[Tensor]:
         """The engine hf, which gets the tokens in place of those that it would sample."""
-        engine = HFEngine(self.model, self.tokenizer)
+        make: Any = HFEngine
+        engine = make(self.model, self.tokenizer)
         engine.stop_ids = engine.stop_ids[:0]
         limits = [len(responses[i]) for i in rows]
         forced = torch.zeros(len(prompts), max(1, *map(len, responses)), dtype=torch.long, device=self.device)
@@ -442,8 +443,8 @@ def split(batch: Batch, step: int) -> Report:
         row = Row(cause, shown(getattr(engine, name), engine), shown(getattr(batch.trainer, name), batch.trainer))
         rows.append(row)
         pair = agreeing(name, engine, batch.trainer)
-        if why := why_not(name, batch, engine) or ("" if pair else "the same on both sides"):
-            row.note = why
+        row.note = why_not(name, batch, engine) or ("" if pair else "the same on both sides")
+        if pair is None or row.note:
             continue
         try:
             other, own = (batch.log_probs(setting) for setting in pair)
@@ -535,10 +536,10 @@ def identify(batch: Batch, recorded: Tensor, gap: Gap, notes: list[str]) -> Sett
 def alternatives(batch: Batch, engine: Setting) -> list[Setting]:
     """Settings with one field that differs. In vLLM a dtype is what it was started with."""
     s, found = engine.sampling, []
-    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    plain: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
     found += [replace(engine, weights=version) for version in batch.versions]
     found += [replace(engine, batch=kind) for kind in ("together", "alone")]
-    filters = (plain, {"temperature": 1.0}, plain | {"temperature": 1.0})
+    filters: tuple[dict[str, Any], ...] = (plain, {"temperature": 1.0}, plain | {"temperature": 1.0})
     found += [replace(engine, sampling=replace(s, **other)) for other in filters]
     found += [replace(engine, tokens=kind) for kind in ("re-encoded", "no special tokens")]
     if batch.args.model.lora_rank and engine.kernels == "hf":
@@ -674,9 +675,10 @@ def draw(report: Report, file: Path) -> None:
     figure = Figure(figsize=(8, 1.2 + 0.3 * len(shares)), dpi=80, layout="constrained")
     axes = figure.subplots()
     colors = ["tab:blue"] * (len(shares) - 1) + ["tab:gray"]
-    bars = axes.barh([*shares], [100 * share for share in shares.values()], color=colors)
+    bars = axes.barh([*shares], [100 * max(share, -0.5) for share in shares.values()], color=colors)
     axes.bar_label(bars, [f"{share:.0%}" for share in shares.values()], padding=3)
-    axes.set(xlabel="% of the mean gap that goes away without the cause", xlim=(min(0, *axes.get_xlim()), 115))
+    left = -70 if min(shares.values()) < 0 else 0  # with room for the label
+    axes.set(xlabel="% of the mean gap that goes away without the cause", xlim=(left, 115))
     axes.set_title(f"mean |log-prob difference| {report.gap.mean:.3g} nats, k3 {report.gap.k3:.3g}")
     axes.invert_yaxis()
     figure.savefig(file)

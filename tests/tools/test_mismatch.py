@@ -115,7 +115,7 @@ def check_claims(report, *causes: str, at_least: float, others: float = 0.1) -> 
 
 
 def test_the_command_reproduces_the_engine_of_the_run(step):
-    """float32 noise: the tool has its own copy of the weights, at other addresses, which changes the last bits."""
+    """To the bit on the machine that wrote this. Elsewhere a kernel may depend on addresses: noise of float32."""
     batch, report = step
     assert (report.step, report.tokens) == (2, int(batch.mask.sum())) and report.gap.mean < 1e-5
     assert report.unexplained.mean < 1e-6 and not report.notes
@@ -200,7 +200,8 @@ def test_kernels_of_decoding(step, group):
 
 
 def test_merged_adapters_in_bfloat16(step, group):
-    """Weights of the engine: W + dW, rounded. In bfloat16 the kernels of a row alone leave about as much as that rounding."""
+    """Weights of the engine: W + dW, rounded. The kernels of a row alone leave about as much in bfloat16 as that
+    rounding."""
     own = copy.copy(step[0])
     for name in ("model", "trainer", "engine"):
         vars(own).pop(name, None)
