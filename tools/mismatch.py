@@ -143,7 +143,7 @@ class Report:
 class Batch:
     """A step's batch, and log-probs of its tokens under any Setting.
 
-    version: of the trainer's weights. versions: {version: {name: weight}}, as it holds them. folder: for vLLM's files."""
+    version: of the trainer's weights. versions: {version: {name: weight}}, as it holds them. folder: for vLLM."""
 
     def __init__(self, args: Any, batch: DataProto, version: int, versions: dict[int, dict[str, Tensor]], folder: Path):
         self.args, self.batch, self.version, self.versions, self.folder = args, batch, version, versions, folder
