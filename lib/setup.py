@@ -67,11 +67,26 @@ def join(args: ScriptArgs) -> World:
     rollout = args.rollout
     engine_ranks = 0 if args.run.dry_run else rollout.rollout_gpus
     world = init_distributed(args.run.stage_timeout, rollout.rollout_engine, engine_ranks)
+    if rollout.batch_invariant and not args.run.dry_run:
+        use_batch_invariant_kernels(world.device)
     if world.rank >= world.size:
         from lib.rollout.managed_servers import serve
 
         serve(world, rollout.rollout_tensor_parallel_size)
     return world
+
+
+def use_batch_invariant_kernels(device: torch.device) -> None:
+    """For vLLM in this process and in those that it starts, and for what torch compiles. Call it before vLLM is
+    imported. Raises InputError if vLLM has none for the device."""
+    if not has_flash_attention(device, torch.bfloat16):  # they need the same GPUs
+        why = "vLLM has batch-invariant kernels for GPUs from compute capability 8.0 on, and ignores it on a CPU"
+        raise InputError(f"--batch-invariant: {why}: drop the flag (docs/mismatch.md has what holds on a CPU)")
+    from torch._inductor import config as inductor
+
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if hasattr(inductor, "batch_invariant"):  # torch 2.11 has none
+        inductor.batch_invariant = True
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:

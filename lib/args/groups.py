@@ -180,6 +180,9 @@ class RolloutArgs(Group):
     vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
     """JSON of more EngineArgs of the vLLM engine, such as {"kv_cache_dtype": "fp8"}, or {"quantization": "fp8"} with a
     --rollout-correction"""
+    batch_invariant: Annotated[bool, MAY_CHANGE] = False
+    """vLLM's batch-invariant kernels, on GPUs: a token's log-prob does not depend on what else is in the batch; slower
+    (docs/mismatch.md)"""
     lora_sync: Literal["auto", "adapter", "merged"] = "auto"
     """how vLLM in the training processes gets LoRA: the adapter alone at each sync, or weights merged with it; auto:
     the adapter where merging rounds too much of an update away, which the run measures and prints. Servers: merged"""
@@ -226,6 +229,9 @@ class RolloutArgs(Group):
         if "" in self.stop:
             raise InputError("--stop '': an empty string would end every response; give a text, or drop --stop")
         parse_json("vllm_kwargs", self.vllm_kwargs)
+        if self.batch_invariant and not self.starts_vllm:
+            other = "a server is started with VLLM_BATCH_INVARIANT=1" if self.on_servers else "the kernels are vLLM's"
+            raise InputError(f"--batch-invariant with --rollout-engine {self.rollout_engine}: {other}: drop the flag")
         if self.async_level and not self.on_servers:
             raise InputError(
                 f"--async-level {self.async_level} needs --rollout-gpus or --rollout-engine http://host:port"

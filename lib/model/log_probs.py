@@ -53,6 +53,14 @@ def least_kept(z: torch.Tensor, top_p: float = 1.0, top_k: int = -1, min_p: floa
     return least
 
 
+def log_probs_of(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """(N,): log-probs of tokens y (N,) by scaled logits z (N, V), to the bit those of `LinearLogProbs`, if z are.
+    log_softmax rounds differently."""
+    top = z.amax(-1, keepdim=True)
+    lse = top + (z - top).exp().sum(-1, keepdim=True).log()
+    return (z.gather(-1, y[:, None]) - lse)[:, 0]
+
+
 class LinearLogProbs(torch.autograd.Function):
     """Log-prob of y, entropy and, if asked for, sum_v p_v^2 without gradient, under p = softmax(h W^T / temperature), a
     chunk of tokens at a time.

@@ -16,7 +16,7 @@ from lib.core_algos import splitmix64
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, device_setter, unsharded
-from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept
+from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept, log_probs_of
 from lib.model.vision import images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
@@ -316,10 +316,10 @@ def sample_tokens(logits, sampling: Sampling, seeds: torch.Tensor, t: int) -> tu
     if sampling.temperature == 0:
         token = logits.argmax(-1)
     else:
-        logits = logits / sampling.temperature
+        logits = logits * (1 / sampling.temperature)
         if sampling.truncation is not None:
             logits = logits.masked_fill(logits < least_kept(logits, *sampling.truncation), NEVER)
         cdf = logits.softmax(-1).cumsum(-1)  # (B, V)
         uniform = (splitmix64(seeds + (t << 32)) & 0xFFFFFF).float() / 2**24  # [0, 1)
         token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
-    return token, logits.log_softmax(-1).gather(-1, token[:, None])[:, 0]
+    return token, log_probs_of(logits, token)

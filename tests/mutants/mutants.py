@@ -119,7 +119,7 @@ MUTANTS = {
         "the engine returns raw log-probs",
         "engine_apart",
         1,
-        plant(SAMPLE, "token, logits.log_softmax", "token, (logits * sampling.temperature).log_softmax"),
+        plant(SAMPLE, "log_probs_of(logits, token)", "log_probs_of(logits * sampling.temperature, token)"),
         ["--temperature", "0.8"],
     ),
     "stale_weights": Mutant(

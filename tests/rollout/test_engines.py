@@ -1,11 +1,13 @@
 """An engine of the user's own, --rollout-engine path/to/file.py:Class: it trains, and mistakes are one line."""
 
 import math
+import os
 import re
 
 import pyarrow.parquet
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 import grpo
 from lib import InputError, setup
@@ -134,6 +136,24 @@ def test_fp8_rollouts_need_a_correction(quantization, flags, why):
         InputError, match=re.escape(f'--vllm-kwargs {{"quantization": "{quantization}"}}: ') + ".*" + re.escape(why)
     ):
         setup.check_algorithm(args, device)
+
+
+@pytest.mark.parametrize("engine, why", [("hf", "the kernels are vLLM's"), ("http://h:1", "VLLM_BATCH_INVARIANT=1")])
+def test_batch_invariance_needs_the_kernels_of_vllm(engine, why):
+    with pytest.raises(InputError, match=re.escape(f"--batch-invariant with --rollout-engine {engine}: ") + f".*{why}"):
+        parse_flags(grpo.Args, ["--rollout-engine", engine, "--batch-invariant"])
+
+
+def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
+    """vLLM 0.32 reads the variable in its GPU worker and in layers for GPUs only."""
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    with pytest.raises(InputError, match="--batch-invariant: vLLM has batch-invariant kernels for GPUs from"):
+        setup.use_batch_invariant_kernels(torch.device("cpu"))
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
+    monkeypatch.setattr(setup, "has_flash_attention", lambda device, dtype: True)
+    monkeypatch.setattr(inductor, "batch_invariant", False, raising=False)
+    setup.use_batch_invariant_kernels(torch.device("meta"))
+    assert os.environ.pop("VLLM_BATCH_INVARIANT") == "1" and inductor.batch_invariant
 
 
 def test_lora_needs_no_correction_where_the_engine_gets_the_adapter():
