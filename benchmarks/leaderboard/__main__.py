@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from tyro.conf import Positional
 
 from benchmarks.curves import ACCURACY, ROOT, provenance
 from lib import InputError
@@ -88,43 +89,45 @@ def patched(name: str, folder: Path) -> Path:
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-def measure(script: Path, flags: str, seed: int, folder: Path) -> dict[str, Any]:
-    """A run until GOAL: its greedy accuracy by step, and the CPU seconds of its process and children."""
-    command = [sys.executable, str(script), *shlex.split(flags), "--seed", str(seed)]
-    command += ["--stop-when", f"{ACCURACY} >= {GOAL}", "--output-dir", str(folder), "--run-name", "run"]
+def spawn(arguments: list[str], log: Path) -> float:
+    """Runs a script of one thread to its end; the CPU seconds of its process and children."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with Path(folder, "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=env, stdout=output, stderr=output)
+        _, status, usage = os.wait4(process.pid, 0)  # wait() does not say what this child alone used
+    process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise InputError(f"{shlex.join(command)} failed:\n{Path(folder, 'log').read_text()[-3000:]}")
+        raise InputError(f"{shlex.join(arguments)} failed:\n{log.read_text()[-3000:]}")
+    return round(usage.ru_utime + usage.ru_stime, 1)
+
+
+def measure(script: Path, flags: str, seed: int, folder: Path) -> dict[str, Any]:
+    """A run until GOAL: its greedy accuracy by step, and its CPU seconds."""
+    arguments = [str(script), *shlex.split(flags), "--seed", str(seed), "--stop-when", f"{ACCURACY} >= {GOAL}"]
+    seconds = spawn([*arguments, "--output-dir", str(folder), "--run-name", "run"], folder / "log")
     rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
     accuracy = [[row["step"], row[ACCURACY]] for row in rows if ACCURACY in row]
-    return {"seed": seed, "accuracy": accuracy, "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1)}
+    return {"seed": seed, "accuracy": accuracy, "cpu_seconds": seconds}
 
 
-def evaluate(flags: str, model: Path, folder: Path) -> float:
-    """The greedy accuracy of a saved model, by the unchanged grpo.py."""
-    command = [sys.executable, "grpo.py", *shlex.split(flags), "--val-only", "--model", str(model)]
-    command += ["--output-dir", str(folder), "--run-name", "evaluation"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, check=True)
+def evaluate(flags: str, folder: Path) -> float:
+    """The greedy accuracy of the folder's run/model, by the unchanged grpo.py."""
+    arguments = [str(ROOT / "grpo.py"), *shlex.split(flags), "--val-only", "--model", str(folder / "run/model")]
+    spawn([*arguments, "--output-dir", str(folder), "--run-name", "evaluation"], folder / "evaluation.log")
     [file] = Path(folder, "evaluation/val_only").glob("*/metrics.jsonl")
     return json.loads(file.read_text().splitlines()[-1])[ACCURACY]
 
 
-def run(name: str, tasks: tuple[str, ...] = (), seeds: tuple[int, ...] = SEEDS) -> None:
+def run(name: Positional[str], tasks: tuple[str, ...] = (), seeds: tuple[int, ...] = SEEDS) -> None:
     """Measures an entry, one run after the other, and writes its record. tasks: others stay as recorded."""
-    file = FOLDER / f"{name}.json"
-    record = json.loads(file.read_text()) if file.exists() else {"runs": {}}
+    file, diff = FOLDER / f"{name}.json", sha256((FOLDER / f"{name}.diff").read_text())
+    record = json.loads(file.read_text()) if file.exists() else {}
+    if record.get("diff") != diff:
+        record = {"runs": {}}
+    record |= {"command": f"python -m benchmarks.leaderboard run {name}", **provenance(jobs=1)}
+    record |= {"diff": diff, "grpo.py": sha256((ROOT / "grpo.py").read_text())}
     with tempfile.TemporaryDirectory() as temporary:
         script = patched(name, Path(temporary))
-        record |= {"command": f"python -m benchmarks.leaderboard run {name}", **provenance(jobs=1)}
-        record |= {
-            "diff": sha256((FOLDER / f"{name}.diff").read_text()),
-            "grpo.py": sha256((ROOT / "grpo.py").read_text()),
-        }
         for task in tasks or tuple(TASKS):
             for seed in seeds:
                 folder = Path(temporary, f"{task}-{seed}".replace(" ", "_"))
@@ -167,14 +170,14 @@ def check_run(where: str, one: dict[str, Any]) -> None:
         raise InputError(f"{where}: no CPU seconds")
 
 
-def check(entries: tuple[str, ...] = ()) -> None:
+def check(entries: Positional[tuple[str, ...]] = ()) -> None:
     """Checks entries, or all, without a run."""
     for name in entries or names():
         check_entry(name)
         print(f"{name}: in order")
 
 
-def verify(name: str, task: str = "sums", seed: int = 1) -> None:
+def verify(name: Positional[str], task: str = "sums", seed: int = 1) -> None:
     """Runs one task of an entry again. Raises InputError if it needs more steps or seconds than the record says, or
     if the unchanged grpo.py finds less accuracy in the model."""
     check_entry(name)
@@ -182,15 +185,13 @@ def verify(name: str, task: str = "sums", seed: int = 1) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         again = measure(patched(name, folder), TASKS[task], seed, folder)
-        evaluated = evaluate(TASKS[task], folder / "run/model", folder)
+        evaluated = evaluate(TASKS[task], folder)
     compare(f"{name}, {task}, seed {seed}", recorded, again, evaluated)
 
 
 def compare(where: str, recorded: dict[str, Any], again: dict[str, Any], evaluated: float) -> None:
     ours, theirs = again["accuracy"][-1], recorded["accuracy"][-1]
-    print(
-        f"{where}: {theirs[0]} steps and {recorded['cpu_seconds']} s recorded, {ours[0]} and {again['cpu_seconds']} now"
-    )
+    print(f"{where}: step {theirs[0]}, {recorded['cpu_seconds']} s; now step {ours[0]}, {again['cpu_seconds']} s")
     if again["accuracy"] != recorded["accuracy"]:
         print("the curve is another one: so it is on another CPU or with other versions")
     every = recorded["accuracy"][1][0]
