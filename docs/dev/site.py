@@ -29,6 +29,7 @@ NAMED = {  # pages that are not called as their file in docs/
     "index.md": ROOT / "README.md",
     "contents.md": ROOT / "docs/index.md",
     "first_run.md": ROOT / "docs/first_run.ipynb",
+    "reading_a_run.md": ROOT / "docs/reading_a_run.ipynb",
     "CONTRIBUTING.md": ROOT / "CONTRIBUTING.md",
     "CHANGELOG.md": ROOT / "CHANGELOG.md",
 }
