@@ -324,3 +324,19 @@ def test_the_help_lists_every_estimator_loss_and_mask(script):
         assert set(choices(script, "adv_estimator")) == set(ADV_ESTIMATORS)
     flags = [field.name for field in dataclasses.fields(TokenMaskArgs)]
     assert [name for name in TOKEN_MASKS if not any(flag.startswith(name) for flag in flags)] == []
+
+
+# ---- templates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github").rglob("*.md")), ids=lambda file: file.stem)
+def test_templates_name_files_and_commands_that_exist(file):
+    text = file.read_text()
+    for name in re.findall(r"\b(?:docs/[\w/]+|[A-Z]{5,})\.md\b", text):
+        assert (ROOT / name).exists(), name
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module), module
+    targets = {target for words in re.findall(r"`make ([\w -]+)`", text) for target in words.split()}
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    if file.parent.name == "ISSUE_TEMPLATE":
+        assert "tools.capsule" in text and re.match(r"---\nname: .+\nabout: .+\n---\n", text)

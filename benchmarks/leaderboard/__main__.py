@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,10 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.diff"))
 
 
+def measured() -> list[str]:
+    return [name for name in names() if (FOLDER / f"{name}.json").exists()]
+
+
 def record_of(name: str) -> dict[str, Any]:
     file = FOLDER / f"{name}.json"
     if not file.exists():
@@ -75,9 +78,9 @@ def patched(name: str, folder: Path) -> Path:
         raise InputError(f"{name}.diff: describe the idea before the first line of the diff")
     if begin == len(lines):
         return script  # grpo.py itself
-    heads = [line.split()[1] for line in lines if line.startswith(("--- ", "+++ "))]
-    if heads != ["grpo.py", "grpo.py"]:
-        raise InputError(f"{name}.diff: it changes {', '.join(heads)}; an entry changes grpo.py only")
+    files = [line.split()[1] for line in lines if line.startswith("--- ")]
+    if files != ["grpo.py"]:
+        raise InputError(f"{name}.diff: it changes {', '.join(files)}; an entry changes grpo.py only")
     changed = sum(line.startswith(("+", "-")) for line in lines[begin + 2 :])
     if changed > MOST_LINES:
         raise InputError(f"{name}.diff: {changed} lines come and go; at most {MOST_LINES}")
@@ -118,7 +121,7 @@ def evaluate(flags: str, folder: Path) -> float:
     return json.loads(file.read_text().splitlines()[-1])[ACCURACY]
 
 
-def run(name: Positional[str], tasks: tuple[str, ...] = (), seeds: tuple[int, ...] = SEEDS) -> None:
+def run(name: Positional[str], tasks: tuple[str, ...] = (), seeds: tuple[int, ...] = ()) -> None:
     """Measures an entry, one run after the other, and writes its record. tasks: others stay as recorded."""
     file, diff = FOLDER / f"{name}.json", sha256((FOLDER / f"{name}.diff").read_text())
     record = json.loads(file.read_text()) if file.exists() else {}
@@ -129,7 +132,7 @@ def run(name: Positional[str], tasks: tuple[str, ...] = (), seeds: tuple[int, ..
     with tempfile.TemporaryDirectory() as temporary:
         script = patched(name, Path(temporary))
         for task in tasks or tuple(TASKS):
-            for seed in seeds:
+            for seed in seeds or SEEDS:
                 folder = Path(temporary, f"{task}-{seed}".replace(" ", "_"))
                 folder.mkdir()
                 result = measure(script, TASKS[task], seed, folder)
@@ -171,8 +174,8 @@ def check_run(where: str, one: dict[str, Any]) -> None:
 
 
 def check(entries: Positional[tuple[str, ...]] = ()) -> None:
-    """Checks entries, or all, without a run."""
-    for name in entries or names():
+    """Checks entries, or all that have a record, without a run."""
+    for name in entries or measured():
         check_entry(name)
         print(f"{name}: in order")
 
@@ -204,12 +207,12 @@ def compare(where: str, recorded: dict[str, Any], again: dict[str, Any], evaluat
 
 
 # ---- table ---------------------------------------------------------------------------------------
-def table(entries: Iterable[str] = ()) -> str:
-    """One line an entry, those with the fewest seconds in all first."""
+def table() -> str:
+    """One line an entry, those with the fewest seconds in all first, and those without a record at the end."""
     lines = ["| entry | " + " | ".join(f"{task}: CPU s, steps" for task in TASKS) + " | sum of CPU s | commit |"]
     lines += ["|---" * (len(TASKS) + 3) + "|"]
     rows = []
-    for name in entries or names():
+    for name in measured():
         record = record_of(name)
         seconds = {task: [run["cpu_seconds"] for run in record["runs"][task]] for task in TASKS}
         cells = []
@@ -218,9 +221,16 @@ def table(entries: Iterable[str] = ()) -> str:
             span = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
             cells.append(f"{statistics.mean(own):.1f} ({min(own):.1f} to {max(own):.1f}), {span}")
         total = sum(map(statistics.mean, seconds.values()))
-        link = f"[{name}](../benchmarks/leaderboard/{name}.diff)"
-        rows.append((total, f"| {link} | {' | '.join(cells)} | {total:.1f} | {record['commit']} |"))
-    return "\n".join([*lines, *(line for _, line in sorted(rows))])
+        rows.append((total, f"| {link(name)} | {' | '.join(cells)} | {total:.1f} | {record['commit']} |"))
+    lines += [line for _, line in sorted(rows)]
+    empty = " |" * (len(TASKS) + 1)
+    return "\n".join(
+        [*lines, *(f"| {link(name)} | not measured yet{empty} |" for name in names() if name not in measured())]
+    )
+
+
+def link(name: str) -> str:
+    return f"[{name}](../benchmarks/leaderboard/{name}.diff)"
 
 
 def show() -> None:
