@@ -149,7 +149,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
 
 
 OF_OTHERS = {
-    *("--extra-index-url", "--no-deps"),  # of pip
+    *("--extra-index-url", "--no-deps", "--python"),  # of pip and uv
     *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
     *("--map-root-user", "--net", "--user"),  # of unshare
     *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers
@@ -340,3 +340,11 @@ def test_templates_name_files_and_commands_that_exist(file):
     assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     if file.parent.name == "ISSUE_TEMPLATE":
         assert "tools.capsule" in text and re.match(r"---\nname: .+\nabout: .+\n---\n", text)
+
+
+def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
+    page = text_of("installation.md")
+    assert set(re.findall(r"torch==[\d.]+", page)) == {
+        line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
+    }
+    assert all((ROOT / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
