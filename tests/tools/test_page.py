@@ -626,6 +626,19 @@ def test_a_folder_of_200_runs_is_a_table_of_flags_and_results(tmp_path, visit):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+def test_a_served_folder_of_runs_grows_and_an_empty_one_is_one_line(tmp_path):
+    pages = Pages((write_sweep(tmp_path / "sweep", 1, 2),), 1e6)
+    stamp, data, _ = pages.fresh()
+    (tmp_path / "sweep/another").mkdir()
+    (tmp_path / "sweep/another/metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    later, more, _ = pages.fresh()
+    names = [[run["name"] for run in json.loads(text)["runs"]] for text in (data, more)]
+    assert names == [["lr=0,seed=0", "lr=0,seed=1"], ["another", "lr=0,seed=0", "lr=0,seed=1"]] and stamp != later
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty has neither config"):
+        Pages((tmp_path / "empty",), 1e6).fresh()
+
+
 def test_two_responses_are_compared_token_by_token(made, tmp_path, visit):
     runs = []
     for name, response in (("one", "8,15,14=1458 end"), ("two", "8,15,13,14=1458")):
