@@ -143,7 +143,7 @@ def measure(args: Args) -> dict[str, float]:
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         start = time.perf_counter()
         page.goto(f"file://{aside}/page.html")
-        page.wait_for_selector("#groups canvas")
+        page.wait_for_selector("#first canvas")
         figures["open_s"] = time.perf_counter() - start
         start = time.perf_counter()
         page.locator("#samples").scroll_into_view_if_needed()

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from benchmarks import comparison, pretrained, vs_trl, vs_trl_learn
+from benchmarks import all_runs, comparison, pretrained, vs_trl, vs_trl_learn
 from benchmarks.curves import ACCURACY
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, run_plainrl, skewed_lengths, steps_of_run
 from tests.common import ROOT, fork_module, ran
@@ -113,6 +113,25 @@ def test_grpo_and_trl_learn_the_same_from_the_same_samples(tmp_path):
 def test_tables_of_the_documents_are_those_of_their_records():
     assert comparison.table(comparison.results()) in (ROOT / "docs/comparison.md").read_text()
     assert pretrained.table(pretrained.records()) in (ROOT / "docs/pretrained.md").read_text()
+
+
+def has_seeds(record) -> bool:
+    """Whether a record is of runs: a list of them names its seeds."""
+    if isinstance(record, dict):
+        return "seed" in record or "seeds" in record or any(map(has_seeds, record.values()))
+    return isinstance(record, list) and any(map(has_seeds, record))
+
+
+def test_the_page_of_results_is_that_of_all_records():
+    page, folder = (ROOT / "docs/results.md").read_text(), ROOT / "benchmarks/results"
+    assert page == all_runs.page() + "\n", "python -m benchmarks.all_runs > docs/results.md"
+    of_runs = [file for file in folder.glob("*.json") if has_seeds(json.loads(file.read_text()))]
+    of_runs += folder.glob("pretrained/*.jsonl")
+    assert len(of_runs) > 15
+    for file in of_runs:
+        assert f"](../benchmarks/results/{file.relative_to(folder)})" in page, "a record is not on the page"
+    [pretrained_ppo] = [row for row in all_runs.rows() if row.record == "pretrained/ppo_2.jsonl"]
+    assert all_runs.line(pretrained_ppo).startswith("| ppo.py | vllm | 2 | 0.12 | 0.25 | 40 |  | 5fc8910 |")  # by hand
 
 
 def test_commands_of_the_pretrained_page_are_those_of_its_benchmark():

@@ -149,7 +149,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
 
 
 OF_OTHERS = {
-    *("--extra-index-url", "--no-deps"),  # of pip
+    *("--extra-index-url", "--no-deps", "--python"),  # of pip and uv
     *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
     *("--map-root-user", "--net", "--user"),  # of unshare
     *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers
@@ -324,3 +324,27 @@ def test_the_help_lists_every_estimator_loss_and_mask(script):
         assert set(choices(script, "adv_estimator")) == set(ADV_ESTIMATORS)
     flags = [field.name for field in dataclasses.fields(TokenMaskArgs)]
     assert [name for name in TOKEN_MASKS if not any(flag.startswith(name) for flag in flags)] == []
+
+
+# ---- templates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github").rglob("*.md")), ids=lambda file: file.stem)
+def test_templates_name_files_and_commands_that_exist(file):
+    text = file.read_text()
+    for name in re.findall(r"\b(?:docs/[\w/]+|[A-Z]{5,})\.md\b", text):
+        assert (ROOT / name).exists(), name
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert importlib.util.find_spec(module), module
+    targets = {target for words in re.findall(r"`make ([\w -]+)`", text) for target in words.split()}
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    if file.parent.name == "ISSUE_TEMPLATE":
+        assert "tools.capsule" in text and re.match(r"---\nname: .+\nabout: .+\n---\n", text)
+
+
+def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
+    page = text_of("installation.md")
+    assert set(re.findall(r"torch==[\d.]+", page)) == {
+        line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
+    }
+    assert all((ROOT / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))

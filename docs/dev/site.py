@@ -29,13 +29,15 @@ NAMED = {  # pages that are not called as their file in docs/
     "index.md": ROOT / "README.md",
     "contents.md": ROOT / "docs/index.md",
     "first_run.md": ROOT / "docs/first_run.ipynb",
+    "reading_a_run.md": ROOT / "docs/reading_a_run.ipynb",
     "CONTRIBUTING.md": ROOT / "CONTRIBUTING.md",
     "CHANGELOG.md": ROOT / "CHANGELOG.md",
 }
 PAGE_OF = {file: page for page, file in NAMED.items()}
 OF_CODE = "---\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n"
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
-LARGEST_CODE = 200_000  # bytes of a page; records of runs are larger
+LARGEST_CODE = 200_000  # bytes of a page
+RECORDS = ROOT / "benchmarks/results"  # which are no pages
 
 
 # ---- pages ---------------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ def target(place: Path, link: re.Match) -> Path | None:
 
 def is_code(path: Path) -> bool:
     """Whether it becomes a page that no other page is."""
-    inside = path.is_relative_to(ROOT / "docs") or path in PAGE_OF
+    inside = path.is_relative_to(ROOT / "docs") or path in PAGE_OF or path.is_relative_to(RECORDS)
     return not inside and path.is_file() and path.stat().st_size < LARGEST_CODE
 
 

@@ -238,9 +238,21 @@ class Run:
         if self.best and self.world.rank == 0:
             bound = "{metric} {value:.3f}, lower bound {lower_bound:.3f}".format(**self.best)
             print(f"best checkpoint: {self._best_folder(self.best)} ({bound})", flush=True)
+        if self.world.rank == 0 and not self.validation.val_only:
+            self._print_next_commands()
         self.tracker.close()
         distributed.on_early_end(None)
         self.locks.close()
+
+    def _print_next_commands(self) -> None:
+        if saved := checkpoints.step_folders(self.folder / "checkpoints"):
+            step = int(saved[-1].name.removeprefix("step_"))
+            print(
+                f"a checkpoint as a model: python -m tools.export {shlex.quote(str(self.folder))} --step {step}",
+                flush=True,
+            )
+            if self.config.get("lr_schedule") == "constant":  # another would have ended with the last step
+                print(f"more steps: {typed_command(self.name, 2 * self.last_step)[0]}", flush=True)
 
     def _wait_for_writers(self) -> None:
         for writing in (self._saving, self._writing):
@@ -645,9 +657,9 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     aside.replace(file)
 
 
-def typed_command(resume: str | None = None) -> tuple[str, int | None]:
+def typed_command(resume: str | None = None, total_steps: int | None = None) -> tuple[str, int | None]:
     """(the command that was typed to start this process, perhaps with torchrun or accelerate; that launcher's pid).
-    resume: a run's name; the command then resumes that run."""
+    resume: a run's name; the command then resumes that run. total_steps: until this step, whatever it says now."""
     launcher: int | None = os.getppid()
     try:
         line = psutil.Process(launcher).cmdline()
@@ -660,6 +672,9 @@ def typed_command(resume: str | None = None) -> tuple[str, int | None]:
         start = [Path(start[1]).name, *start[2:]]
     if resume is not None:
         flags = [*_without(flags, {"--run-name", "--resume"}), "--run-name", resume, "--resume", "auto"]
+    if total_steps is not None:
+        ends = {"--total-steps", "--total-epochs", "--stop-when"}
+        flags = [*_without(flags, ends), "--total-steps", str(total_steps)]
     typed = os.environ.get("PLAINRL_LAUNCHER", shlex.join(start))  # launch/one_node.sh executes torchrun
     return f"{typed} {shlex.join([*script, *flags])}", launcher
 

@@ -71,7 +71,8 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     args = [*SMALL, "--val-every", "2", "--val-files", few_rows(folder), "--show-samples", "0"]
     args += ["--save-every", "1", "--keep-checkpoints", "0"]
-    ran(fork("grpo", folder, *args, "--run-name", "run", "--total-steps", "4", "--export-model"))
+    done = ran(fork("grpo", folder, *args, "--run-name", "run", "--total-steps", "4", "--export-model"))
+    (folder / "printed.txt").write_text(done.stdout + done.stderr)
     return folder, args
 
 
@@ -725,6 +726,36 @@ def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path,
     assert done.returncode == 1 and "the data break off" in done.stderr
     assert (tmp_path / "run/curve.png").read_bytes().startswith(b"\x89PNG")
     assert "note: equal scores in more than 90 % of the groups in " in done.stdout
+
+
+def test_a_run_begins_with_a_header_and_ends_with_the_next_commands(source):
+    """And what is no terminal gets no control characters."""
+    folder, text = source[0], (source[0] / "printed.txt").read_text()
+    assert all(c.isprintable() or c == "\n" for c in text)
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("step 1/4 | reward"))
+    header = ["training prompts: ", "validation prompts: ", "8 prompts x 4 = 32 responses a step", "run folder: "]
+    assert all(any(line.startswith(start) for line in lines[:first]) for start in header)
+    validated = [
+        line.split("/")[0] for line in lines if line.startswith("step ") and "val/toy/arithmetic/mean@1" in line
+    ]
+    assert validated == ["step 2", "step 4"]
+    page, export, more = lines[-3:]
+    assert page == f"page of curves and samples: python -m tools.page {folder}/run"
+    assert export == f"a checkpoint as a model: python -m tools.export {folder}/run --step 4"
+    words = shlex.split(more)
+    assert words[:2] == ["more", "steps:"] and " ".join(words[-6:]) == "--run-name run --resume auto --total-steps 8"
+    assert words.count("--total-steps") == words.count("--run-name") == 1
+
+
+def test_more_steps_are_not_suggested_where_the_schedule_has_ended(tmp_path, capsys):
+    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), World(0, 1, torch.device("cpu")), None)
+    run._print_next_commands()
+    assert capsys.readouterr().out == ""  # no checkpoint
+    (tmp_path / "checkpoints/step_000007").mkdir(parents=True)
+    run.config = {"lr_schedule": "cosine"}
+    run._print_next_commands()
+    assert capsys.readouterr().out == f"a checkpoint as a model: python -m tools.export {tmp_path} --step 7\n"
 
 
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])

@@ -180,6 +180,7 @@ def test_the_page_of_a_run(toy, visit):
     assert "--num-mini-batches 2 not 1" in flags and "--group-size 4 not 8" in flags and "--temperature" not in flags
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     assert commit[:12] in card.inner_text() and "CPU cores" in card.inner_text()
+    page.locator("#curves").evaluate("e => e.scrollIntoView()")  # they are drawn when they are looked at
     page.locator("#groups canvas").first.wait_for()
     figures = page.locator("#groups figure")
     assert figures.count() >= 60  # of every metric, and what is shown at a glance once more
@@ -569,6 +570,94 @@ def test_everything_can_be_reached_by_keyboard(made, visit):
         reached
     )
     assert {"prompt", "tokens text"} <= set(reached)
+
+
+# ---- the first screen, sweeps, two responses -------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_first_screen_has_results_a_curve_and_samples(made, visit, width):
+    page = visit(made / "a", viewport={"width": width, "height": 900})
+    page.locator("#first canvas").wait_for()
+    rows = [json.loads(line) for line in (made / "a/metrics.jsonl").read_text().splitlines()]
+    before, after = (row["val/made/up/mean@1"] for row in rows if "val/made/up/mean@1" in row)
+    [cells] = [page.locator("#first tbody tr").locator("td").all_inner_texts()]
+    assert cells[0] == "val/made/up/mean@1" and cells[3] == "20"
+    assert float(cells[1]) == pytest.approx(before, rel=1e-3)
+    value, low, high = (float(text) for text in re.findall(r"[\d.]+", cells[2]))
+    assert value == pytest.approx(after, rel=1e-3) and low < value < high
+    last = page.locator(".glimpse li")
+    last.first.wait_for()
+    assert last.count() == 3 and "validation 0" in last.first.inner_text()
+    bottom = "document.querySelector('#first').getBoundingClientRect().bottom"
+    assert page.evaluate(bottom) < 900 or width == 390
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def write_sweep(folder: Path, settings: int, seeds: int) -> Path:
+    """Runs without samples: settings differ in lr, and the larger it is the better."""
+    for number in range(settings * seeds):
+        setting, seed = divmod(number, seeds)
+        run = folder / f"lr={setting},seed={seed}"
+        run.mkdir(parents=True)
+        config = {"script": "grpo.py", "seed": seed, "run_name": run.name, "total_steps": 2, "lr": setting, "loss": "x"}
+        (run / "config.json").write_text(json.dumps(config))
+        lines = [{"step": 1, "reward/mean": 0.1, "timing_s/step": 1.0}]
+        for step, right in ((0, 0.0), (2, setting / settings + seed / 1000)):
+            lines.append({"step": step, "val/x/mean@1": right, "val/x/mean@1/ci_low": 0, "val/x/mean@1/ci_high": 1})
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "logs").mkdir()  # what is no run
+    return folder
+
+
+def test_a_folder_of_200_runs_is_a_table_of_flags_and_results(tmp_path, visit):
+    page = visit(write_sweep(tmp_path / "sweep", 100, 2))
+    heads = page.locator("#first th").all_inner_texts()
+    assert heads == ["run", "--lr", "seeds", "step", "val/x/mean@1"]
+    assert page.locator("#first tbody tr").count() == 100
+    top = page.locator("#first tbody tr").first.locator("td").all_inner_texts()
+    assert top == ["lr=99,seed=0 and 1 seed more", "99", "2", "2", "0.9905 (0.99 to 0.991)"]
+    page.get_by_role("button", name="--lr").click()  # by that flag, the smallest first
+    assert page.locator("#first tbody tr").first.locator("td").nth(1).inner_text() == "0"
+    assert page.locator("th[aria-sort=ascending]").inner_text() == "--lr"
+    assert page.evaluate("document.activeElement.textContent") == "--lr"
+    assert page.locator(".run").count() == 200 and not page.locator(".run").first.is_visible()
+    page.set_viewport_size({"width": 390, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_served_folder_of_runs_grows_and_an_empty_one_is_one_line(tmp_path):
+    pages = Pages((write_sweep(tmp_path / "sweep", 1, 2),), 1e6)
+    stamp, data, _ = pages.fresh()
+    (tmp_path / "sweep/another").mkdir()
+    (tmp_path / "sweep/another/metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    later, more, _ = pages.fresh()
+    names = [[run["name"] for run in json.loads(text)["runs"]] for text in (data, more)]
+    assert names == [["lr=0,seed=0", "lr=0,seed=1"], ["another", "lr=0,seed=0", "lr=0,seed=1"]] and stamp != later
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty has neither config"):
+        Pages((tmp_path / "empty",), 1e6).fresh()
+
+
+def test_two_responses_are_compared_token_by_token(made, tmp_path, visit):
+    runs = []
+    for name, response in (("one", "8,15,14=1458 end"), ("two", "8,15,13,14=1458")):
+        runs.append(tmp_path / name)
+        (tmp_path / name).mkdir()
+        (runs[-1] / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+        row = {"step": 1, "prompt": "964+494", "response": response, "score": 1.0, "ground_truth": "1458"}
+        (runs[-1] / "samples.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"prompt": "1+1"}) + "\n")
+    page = visit(*runs)
+    see_samples(page)
+    page.get_by_role("button", name="this prompt in 2 places").first.click()
+    expect_count(page, 2)
+    cards = {name: page.locator("#cards .response", has_text=text) for name, text in (("one", "end"), ("two", "13"))}
+    cards["one"].get_by_role("button", name="compare").press("Enter")
+    assert "".join(cards["two"].locator(".differs").all_inner_texts()) == "13,"
+    assert cards["two"].locator(".differing").inner_text() == "2 differ, 1 missing"
+    assert cards["one"].locator(".differs").count() == 0
+    cards["one"].get_by_role("button", name="compare").click()
+    assert page.locator(".differs").count() == 0 and cards["two"].locator(".differing").inner_text() == ""
 
 
 # ---- runs that are old, empty, broken -------------------------------------------------------------

@@ -18,7 +18,7 @@ import tyro
 from lib import InputError
 from lib.cli.process import command_line
 from lib.cli.secrets import write_private
-from tools.page.read import read_run, state
+from tools.page.read import read_run, runs_in, state
 from tools.page.samples import JPEG, pack_samples
 from tools.page.write import as_script, render
 
@@ -26,7 +26,8 @@ from tools.page.write import as_script, render
 @dataclass
 class Args:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """folders of runs, such as runs/NAME; those that differ in the seed alone become one curve with a range"""
+    """folders of runs, such as runs/NAME, or a folder that holds runs, such as a sweep's; those that differ in the seed
+    alone become one curve with a range"""
     output: Path | None = None
     """the file to write; by default page.html in the first run's folder"""
     serve: int | None = None
@@ -60,22 +61,25 @@ def _shown(path: Path | str) -> str:
     return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+def _named(folders: tuple[Path, ...]) -> list[tuple[Path, str]]:
+    names = [folder.resolve().name for folder in folders]
+    return [(folder, _shown(name if names.count(name) == 1 else folder)) for folder, name in zip(folders, names)]
+
+
 class Pages:
     """The data of the page, read anew when the runs' files have changed."""
 
     def __init__(self, folders: tuple[Path, ...], most_bytes: float) -> None:
-        self.folders, self.most_bytes = tuple(dict.fromkeys(folders)), most_bytes
-        names = [folder.resolve().name for folder in self.folders]
-        self.names = [_shown(name if names.count(name) == 1 else f) for name, f in zip(names, self.folders)]
-        self.title = ", ".join(self.names)
+        self.given, self.most_bytes = tuple(dict.fromkeys(folders)), most_bytes
+        self.title = ", ".join(name for _, name in _named(self.given))
         self.lock = threading.Lock()
         self.stamp, self.data, self.chunks = "", "", dict[str, bytes]()
 
     def read(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        runs, chunks = [], dict[str, bytes]()
-        for name, folder in zip(self.names, self.folders):
+        runs, chunks, folders = [], dict[str, bytes](), self._folders()
+        for folder, name in _named(folders):
             run = read_run(folder)
-            index, packed, notes = pack_samples(folder, self.most_bytes / len(self.folders))
+            index, packed, notes = pack_samples(folder, self.most_bytes / len(folders))
             runs.append(run | {"name": name, "samples": index, "notes": run["notes"] + notes})
             chunks |= packed
         return {"runs": runs}, chunks
@@ -88,15 +92,20 @@ class Pages:
                 self.stamp, self.data = stamp, as_script(data)
             return self.stamp, self.data, self.chunks
 
+    def _folders(self) -> tuple[Path, ...]:
+        """Of the runs: those that were given, and what is in a folder of several, which may still grow."""
+        return tuple(dict.fromkeys(run for folder in self.given for run in runs_in(folder)))
+
     def _stamp(self) -> str:
-        files = [folder / name for folder in self.folders for name in ("metrics.jsonl", "samples.jsonl", "config.json")]
-        files += [file for folder in self.folders for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
+        folders = self._folders()
+        files = [folder / name for folder in folders for name in ("metrics.jsonl", "samples.jsonl", "config.json")]
+        files += [file for folder in folders for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
         sizes = []
         for file in files:
             with suppress(OSError):  # there is none, or none that can be read
                 status = file.stat()
                 sizes.append((str(file), status.st_size, status.st_mtime_ns))
-        states = [state(folder) for folder in self.folders]
+        states = [state(folder) for folder in folders]
         return hashlib.sha256(json.dumps([sizes, states]).encode()).hexdigest()[:16]
 
 

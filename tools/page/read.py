@@ -30,9 +30,19 @@ START = {"packages": {...: str}, "flags": {...: [object]}} | dict.fromkeys(
 METRICS: dict = {"step": int, "nonfinite": {...: str}, ...: float}
 
 
+def runs_in(folder: Path) -> list[Path]:
+    """The folder, or those in it that hold a run, by name, if it holds none itself, as a sweep's."""
+    inside = [] if _holds_run(folder) or not folder.is_dir() else sorted(filter(_holds_run, folder.iterdir()))
+    return inside or [folder]
+
+
+def _holds_run(folder: Path) -> bool:
+    return any(os.path.lexists(folder / name) for name in ("config.json", "metrics.jsonl"))
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """What the page shows of a run, but for its samples. Raises InputError if the folder holds no run."""
-    if not any(os.path.lexists(folder / name) for name in ("config.json", "metrics.jsonl")):
+    if not _holds_run(folder):
         why = "has neither config.json nor metrics.jsonl" if folder.is_dir() else "is no folder"
         raise InputError(f"{folder} {why}: give the folder of a run, such as runs/grpo-s1-20260101-120000")
     notes: list[str] = []

@@ -20,7 +20,9 @@ TROUBLESHOOTING = HERE.parents[1] / "docs/troubleshooting.md"
 def render(title: str, data: dict[str, Any] | None, chunks: dict[str, bytes]) -> str:
     """The HTML. data: None leaves data and chunks out: the page asks its server for them (--serve)."""
     style = "\n".join(file.read_text() for file in (UPLOT / "uPlot.min.css", HERE / "page.css"))
-    own = "\n".join((HERE / f"script/{name}.js").read_text() for name in ("base", "curves", "samples", "page"))
+    own = "\n".join(
+        (HERE / f"script/{name}.js").read_text() for name in ("base", "curves", "samples", "results", "page")
+    )
     scripts = [(UPLOT / "uPlot.iife.min.js").read_text(), own]
     policy = {
         "default-src": "'none'",

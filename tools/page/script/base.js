@@ -1,5 +1,5 @@
 // What the other files use: elements, text, numbers. What comes from a run is only ever inserted as text (`h`, `put`),
-// never as HTML. The four files are one script, in the order base, curves, samples, page.
+// never as HTML. The five files are one script, in the order base, curves, samples, results, page.
 "use strict";
 const $ = (id) => document.getElementById(id);
 const LIVE = $("data") === null; // served by --serve: data and chunks are fetched, and fetched again

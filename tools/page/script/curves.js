@@ -179,6 +179,7 @@ function drawCurves() {
       dot(family.colour), h("bdi", {}, family.label));
   })));
   paintDots();
+  redrawAll("a:");
   const words = $("find").value.toLowerCase().split(/\s+/).filter(Boolean);
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].sort()
     .filter((name) => !/\/ci_(low|high)$/.test(name) && words.every((word) => name.toLowerCase().includes(word)));
@@ -239,14 +240,15 @@ function drawTimes() {
   const names = JSON.stringify(timed.map((run) => run.name));
   if ($("times").dataset.names !== names) {
     $("times").dataset.names = names;
-    $("times").replaceChildren(h("div", {class: "grid"}, ...timed.map((run) => {
+    const folded = timed.length > MANY, grid = h("div", {class: "grid"}, ...timed.map((run) => {
       const title = timed.length > 1 ? run.name : "seconds of each step, by stage";
       const figure = makeFigure(`t:${run.name}`, title, (place, read) => drawTime(run.name, place, read));
       figure.classList.add("tall");
       figure.append(h("ul", {class: "stages"}));
       return figure;
-    })));
-    if (timed.length === 1) $("times").firstChild.classList.remove("grid");
+    }));
+    $("times").replaceChildren(folded ? more(`times of ${timed.length} runs`, grid) : grid);
+    if (timed.length === 1) grid.classList.remove("grid");
   } else redrawAll("t:");
 }
 

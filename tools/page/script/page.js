@@ -3,7 +3,8 @@
 function drawRuns() {
   const all = (selector) => [...document.querySelectorAll(`#runs ${selector}`)];
   const open = all("details").map((details) => details.open), focus = all("summary").indexOf(document.activeElement);
-  $("run-cards").replaceChildren(...runs.map(runCard));
+  const cards = runs.map(runCard), folded = h("div", {class: "cards"}, ...cards);
+  $("run-cards").replaceChildren(...(runs.length > MANY ? [more(`flags and machines of ${runs.length} runs`, folded)] : cards));
   const alerts = runs.flatMap((run) => run.alerts.map((found) => alertCard(run, found)));
   $("alerts").replaceChildren(...(alerts.length ? [h("h2", {class: "hidden"}, "Alerts"), ...alerts]
     : [h("p", {class: "calm"}, "✓ No alerts.")]));
@@ -48,6 +49,7 @@ function alertCard(run, found) {
 function drawAll(fresh) {
   readIndex();
   drawRuns();
+  drawFirst();
   drawCurves();
   drawTimes();
   drawScale();
@@ -70,10 +72,11 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll)
 for (const form of document.forms) form.addEventListener("submit", (event) => event.preventDefault());
 $("find").addEventListener("input", later(150, drawCurves));
 $("x-axis").addEventListener("change", drawCurves);
-$("apart").addEventListener("change", () => { off.clear(); drawRuns(); drawCurves(); });
+$("apart").addEventListener("change", () => { off.clear(); drawRuns(); drawFirst(); drawCurves(); });
 $("smooth").addEventListener("input", () => {
   document.querySelector("output[for=smooth]").value = $("smooth").value === "0" ? "off" : `${$("smooth").value} %`;
   redrawAll("m:");
+  redrawAll("a:");
 });
 $("open-all").addEventListener("click", () => {
   const all = [...document.querySelectorAll(".group")], open = all.some((group) => !group.open);

@@ -240,7 +240,8 @@ function response(row, sample) {
     const says = `${turn.by}${calls.length ? " calls a tool" : ""}${turn.reward ? `, reward ${fmt(turn.reward)}` : ""}`;
     if (turn.by) place.append(h("small", {}, says));
     let at = 0;
-    for (const token of sample.tokens ? sample.tokens.slice(start, start + turn.tokens) : [turn.text]) {
+    const words = () => turn.text.match(/\s*(?:[\p{L}\p{N}_]+|[^])/gu) ?? [];
+    for (const token of sample.tokens ? sample.tokens.slice(start, start + turn.tokens) : words()) {
       const span = h("span", {class: "t"}, token);
       if (called(at)) span.classList.add("call");
       if (sample.tokens) { span.at = box.sample.spans.length; box.sample.spans.push(span); }
@@ -250,19 +251,22 @@ function response(row, sample) {
     start += turn.tokens ?? 0;
     if (turn.by) box.append(place);
   }
+  box.prompt = row.prompt;
   paint(box);
   const advantages = [...sample.numbers.advantage ?? []].filter((_, i) => !mask || mask[i]);
   const text = (value) => (typeof value === "number" ? fmt(value) : JSON.stringify(value));
   const rewards = Object.fromEntries(Object.entries(sample.rewards ?? {}).map(([name, value]) => [name, text(value)]));
-  return h("section", {class: "response", "aria-label": `response ${row.sample + 1}`},
+  const element = h("section", {class: "response", "aria-label": `response ${row.sample + 1}`},
     h("header", {}, h("b", {}, `score ${fmt(row.score)}`),
       advantages.length ? h("b", {}, `advantage ${fmt3(mean(advantages))}`) : null,
       h("span", {}, plural(row.length, sample.tokens ? "token" : "character")),
-      row.finish ? h("bdi", {}, row.finish) : null),
+      row.finish ? h("bdi", {}, row.finish) : null, compareButton(row, box), h("span", {class: "differing"})),
     sample.tool_errors?.length
       ? h("ul", {class: "tool-errors", "aria-label": "errors of tools"}, ...sample.tool_errors.map((e) => h("li", {}, e)))
       : null,
     box, Object.keys(rewards).length ? more("rewards", facts(rewards)) : null);
+  if (base) markDifferences(box);
+  return element;
 }
 function expand(parts) { return parts && parts.flatMap(([value, times]) => Array(times).fill(value)); }
 
@@ -271,9 +275,64 @@ function paint(box) {
   const full = values && fullScale(field);
   spans.forEach((span, i) => {
     const given = mask && !mask[i], call = span.classList.contains("call") ? " call" : "";
-    span.className = `t${given ? " off" : ""}${call} ${values && !given ? shade(values[i], full) : ""}`;
+    const differs = span.classList.contains("differs") ? " differs" : "";
+    span.className = `t${given ? " off" : ""}${call}${differs} ${values && !given ? shade(values[i], full) : ""}`;
   });
 }
+
+// ---- what differs between two responses ------------------------------------------------------------------
+
+const MOST_CELLS = 2e7; // of the table that aligns two responses; beyond it their middles count as different
+let base = null; // the response that others to the same prompt are compared with: {prompt, tokens, box}
+
+function compareButton(row, box) {
+  const others = rows.filter((other) => other.prompt === row.prompt).length - 1;
+  return others && link("compare", (event) => {
+    const again = base?.box === box;
+    base = again ? null : {prompt: row.prompt, box, tokens: tokensOf(box)};
+    for (const other of document.querySelectorAll(".tokens")) markDifferences(other);
+    for (const button of document.querySelectorAll(".response .link[aria-pressed]")) button.removeAttribute("aria-pressed");
+    if (!again) event.currentTarget.setAttribute("aria-pressed", "true");
+  });
+}
+function tokensOf(box) { return [...box.querySelectorAll(".t")].map((span) => span.textContent); }
+
+/** Marks the tokens that the base has not in this order. */
+function markDifferences(box) {
+  const compared = base && base.box !== box && base.prompt === box.prompt, spans = [...box.querySelectorAll(".t")];
+  const tokens = tokensOf(box), same = compared ? common(base.tokens, tokens) : null;
+  spans.forEach((span, i) => span.classList.toggle("differs", compared ? !same.has(i) : false));
+  paint(box);
+  const said = box.closest(".response")?.querySelector(".differing");
+  if (said) {
+    const count = spans.length - (same?.size ?? 0), missing = (base?.tokens.length ?? 0) - (same?.size ?? 0);
+    said.textContent = compared ? `${count} differ, ${missing} missing` : "";
+  }
+}
+
+/** The places in `b` of a longest common subsequence of `a` and `b`. */
+function common(a, b) {
+  const same = new Set();
+  let start = 0, end = 0;
+  while (start < Math.min(a.length, b.length) && a[start] === b[start]) same.add(start++);
+  while (end < Math.min(a.length, b.length) - start && a.at(-1 - end) === b.at(-1 - end)) same.add(b.length - ++end);
+  const [n, m] = [a.length - start - end, b.length - start - end];
+  if (n * m > MOST_CELLS) return same;
+  const lengths = new Uint32Array((n + 1) * (m + 1)), at = (i, j) => i * (m + 1) + j; // of what is left from (i, j) on
+  for (let i = n - 1; i >= 0; i--) {
+    for (let j = m - 1; j >= 0; j--) {
+      lengths[at(i, j)] = a[start + i] === b[start + j] ? lengths[at(i + 1, j + 1)] + 1
+        : Math.max(lengths[at(i + 1, j)], lengths[at(i, j + 1)]);
+    }
+  }
+  for (let i = 0, j = 0; i < n && j < m;) {
+    if (a[start + i] === b[start + j]) { same.add(start + j); i++; j++; }
+    else if (lengths[at(i + 1, j)] >= lengths[at(i, j + 1)]) i++;
+    else j++;
+  }
+  return same;
+}
+
 function drawScale() {
   const field = $("colour").value;
   if (field === "none") { $("scale").replaceChildren(); return; }

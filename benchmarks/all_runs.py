@@ -1,0 +1,139 @@
+"""The table of all embedded and pretrained runs, from their records: python -m benchmarks.all_runs > docs/results.md"""
+
+import json
+import re
+from collections.abc import Iterator
+from statistics import mean
+from typing import Any, NamedTuple
+
+from benchmarks import pretrained
+from benchmarks.curves import ACCURACY, RESULTS
+
+CURVES = ("scripts_curve", "estimators_curve", "comparison", "multi_turn_curve", "turn_credit", "agent_learn")
+CURVES += ("compaction_curve", "vision_curve")
+TASKS = {  # of the model that a command names
+    "data/toy/model": "Three-digit addition, where right samples are frequent",
+    "data/toy_rare/model": "Three-digit addition, where right samples are rare",
+    "data/toy_tools/model": "Products of five digits",
+    "data/toy_list/model": "A list that is longer than the context",
+    "data/toy_vision/model": "Counting shapes in an image",
+}
+SUMS = TASKS["data/toy/model"]
+PRETRAINED = "SmolLM2-135M-Instruct on sums and differences"
+HEAD = """# Results
+
+Every training run whose record is in the repository, one row for each setting. `python -m benchmarks.all_runs >
+docs/results.md` writes this page from the records, and a test compares the two. An empty cell is a value that the
+record does not have. All runs were on shared CPUs, one thread a process; the records name machine and versions.
+
+- **setting**: the name in the record, which has the command.
+- **before, after**: accuracy on held-out rows, mean over the seeds, and the range of the last validation. It is greedy
+  but for two tasks, the list and the last six rows of the products, which validate with a sample (temperature 1).
+- **CPU s**: of the whole process of a run, start-up and validation included, mean over the seeds.
+- **commit**: of the code; "-dirty" is a checkout with changes.
+
+What differs by more than seeds do: [comparison.md](comparison.md). How fast a change of grpo.py can learn:
+[leaderboard.md](leaderboard.md)."""
+
+
+class Row(NamedTuple):
+    task: str
+    script: str
+    setting: str
+    seeds: list[int]
+    curves: list[list[list[float]]]  # of each seed: (step, accuracy)
+    cpu_seconds: list[float]  # of each seed; [] if the record has none
+    commit: str
+    record: str
+
+
+def rows() -> Iterator[Row]:
+    for name in CURVES:
+        for setting, record in load(name).items():
+            runs = record["runs"]
+            curves = [run["curves"].get(ACCURACY) or run["curves"]["accuracy"] for run in runs]
+            seconds = [run["cpu_seconds"] for run in runs]
+            seeds = [run["seed"] for run in runs]
+            script, task = script_of(record["command"]), task_of(record["command"])
+            yield Row(task, script, setting, seeds, curves, seconds, record["commit"], f"{name}.json")
+    yield from replayed(load("replay"))
+    yield from asynchronous(load("async_rollouts")["learn"])
+    yield from against_trl(load("vs_trl_learn"))
+    yield from of_pretrained()
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def script_of(command: str) -> str:
+    return re.search(r"\w+\.py", command)[0]
+
+
+def task_of(command: str) -> str:
+    model = re.search(r"--model (\S+)", command)
+    return TASKS[model[1] if model else "data/toy/model"]
+
+
+def replayed(record: dict[str, Any]) -> Iterator[Row]:
+    seeds = [*record["seeds"]]
+    names = [name for name in record["seeds"][seeds[0]] if name != "bytes"]
+    for name in names:
+        runs = [record["seeds"][seed][name] for seed in seeds]
+        for kind in ("live", "replay"):
+            curves = [run[kind][ACCURACY] for run in runs]
+            seconds = [run["cpu_seconds"][kind] for run in runs]
+            setting = f"4 updates, {name}, {kind}"
+            yield Row(SUMS, "grpo.py", setting, [*map(int, seeds)], curves, seconds, record["commit"], "replay.json")
+
+
+def asynchronous(record: dict[str, Any]) -> Iterator[Row]:
+    for name, runs in record["runs"].items():
+        seeds, curves = [run["seed"] for run in runs], [run["accuracy"] for run in runs]
+        yield Row(SUMS, "grpo.py", f"rollouts {name}", seeds, curves, [], record["commit"], "async_rollouts.json")
+
+
+def against_trl(records: dict[str, Any]) -> Iterator[Row]:
+    """Its CPU seconds are of the training alone, so that they are left out."""
+    for engine in ("hf", "vllm"):
+        runs = records[engine]["runs"]["plainrl"]
+        seeds, curves = [run["seed"] for run in runs], [[*enumerate(run["accuracy"])] for run in runs]
+        setting = f"the settings of the comparison with TRL, {engine}"
+        yield Row(SUMS, "grpo.py", setting, seeds, curves, [], records[engine]["commit"], "vs_trl_learn.json")
+
+
+def of_pretrained() -> Iterator[Row]:
+    for name, how, lines in pretrained.records():
+        curve = [[line["step"], line[pretrained.ACCURACY]] for line in lines if pretrained.ACCURACY in line]
+        engine = "vllm" if "--rollout-engine vllm" in how["command"] else "hf"
+        record = f"pretrained/{name}_{how['seed']}.jsonl"
+        yield Row(PRETRAINED, script_of(how["command"]), engine, [how["seed"]], [curve], [], how["commit"], record)
+
+
+def line(row: Row) -> str:
+    before, after = ([curve[place][1] for curve in row.curves] for place in (0, -1))
+    spread = f" ({min(after):.2f} to {max(after):.2f})" if len(after) > 1 else ""
+    [steps] = {curve[-1][0] for curve in row.curves}
+    seconds = f"{mean(row.cpu_seconds):.0f}" if row.cpu_seconds else ""
+    record = f"[{row.record}](../benchmarks/results/{row.record})"
+    seeds = str(row.seeds[0]) if len(row.seeds) == 1 else f"{row.seeds[0]} to {row.seeds[-1]}"
+    cells = [row.script, row.setting, seeds, f"{mean(before):.2f}", f"{mean(after):.2f}{spread}", str(steps), seconds]
+    return f"| {' | '.join([*cells, row.commit, record])} |"
+
+
+def page() -> str:
+    lines = [HEAD]
+    all_rows = [*rows()]
+    for task in [*TASKS.values(), PRETRAINED]:
+        lines += [
+            "",
+            f"## {task}",
+            "",
+            "| script | setting | seeds | before | after | steps | CPU s | commit | record |",
+        ]
+        lines += ["|---" * 9 + "|", *(line(row) for row in all_rows if row.task == task)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(page())

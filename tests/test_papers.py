@@ -1,0 +1,52 @@
+"""docs/papers.md: papers, flags and what differs, held to the code."""
+
+import re
+from pathlib import Path
+
+from lib.core_algos.advantages import ADV_ESTIMATORS
+from lib.core_algos.policy_losses import POLICY_LOSSES, TOKEN_MASKS
+from tests.common import ROOT
+
+PAPER = re.compile(r"\b[12]\d{3}\.\d{5}\b")
+PAGE = (ROOT / "docs/papers.md").read_text()
+CODE = [*(ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")), *(ROOT / "lib").rglob("*.py")]
+
+
+def papers(files: list[Path]) -> set[str]:
+    return {paper for file in files for paper in PAPER.findall(file.read_text())}
+
+
+def test_the_paper_index_is_that_of_the_code():
+    own_scripts = papers([ROOT / "docs/your_own.md"])
+    assert papers(CODE) - {*PAPER.findall(PAGE)} == set(), "a paper that the code names has no row in docs/papers.md"
+    named = papers(CODE) | own_scripts | papers([ROOT / "docs/multi_turn.md"])
+    assert {*PAPER.findall(PAGE)} - named == set(), "docs/papers.md has a paper that nothing else names"
+
+
+def test_every_estimator_loss_and_mask_has_a_row():
+    flags = {" ".join(words) for words in re.findall(r"(--[\w.-]+)(?: (\w+))?", PAGE)}
+    rest = PAGE.split("## Without a paper")[1]
+    for name in ADV_ESTIMATORS:
+        assert f"--adv-estimator {name}" in flags or f"`{name}`" in rest, name
+    for name in POLICY_LOSSES:
+        assert f"--loss {name}" in flags or f"`{name}`" in rest, name
+    for name in TOKEN_MASKS:
+        mask = f"--token-masks.{name.replace('_', '-')}"
+        assert any(flag.startswith(mask) for flag in flags) or f"--loss {name}" in flags, name
+
+
+def test_rows_are_complete_and_links_name_the_paper_that_they_open():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| paper")]
+    assert len(rows) > 40 and all(len(re.split(r"(?<!\\)\|", row)) == 5 for row in rows)
+    assert all(cell.strip() for row in rows for cell in row.strip("|").split("|"))
+    links = re.findall(r"\[([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", PAGE)
+    assert links and all(text == target for text, target in links)
+
+
+def test_figures_of_the_paper_page_stand_on_the_pages_that_it_cites():
+    text = (ROOT / "docs/paper.md").read_text().split("## Findings")[1].split("\n## ")[0]
+    quotes = re.findall(r'"(.+)".*\[(\w+\.md)\]', text)
+    assert len(quotes) == len([line for line in text.splitlines() if line.startswith("| ")]) - 1
+    for quote, page in quotes:
+        cited = " ".join((ROOT / "docs" / page).read_text().replace("**", "").split())
+        assert quote.replace("\\|", "|") in cited, (page, quote)
