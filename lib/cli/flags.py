@@ -43,11 +43,11 @@ AS_PYTHON = {"null": "None", "~": "None", "": "None", "true": "True", "false": "
 DEEPEST = 5  # levels of a config, of which flags have three
 OF_SCRIPTS = "scripts"  # in a preset: flags of one script each
 LONGEST = 100  # characters of a name that a message repeats, and digits of a number
-RENAMED = {  # flags in the config.json of older runs whose new name is not the most similar one
-    "--engine-ranks": "--rollout-tensor-parallel-size",
-    "--gpu-memory": "--gpu-memory-utilization",
-    "--replicas": "--dp-replicate-size",
-    "--lam": "--gae-lambda",
+RENAMED = {  # keys of older configs whose new name is not the most similar one
+    "engine_ranks": "rollout_tensor_parallel_size",
+    "gpu_memory": "gpu_memory_utilization",
+    "replicas": "dp_replicate_size",
+    "lam": "gae_lambda",
 }
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
@@ -272,7 +272,8 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--
             values[name] = _values(inner, file, flags, flag if flag in flags else f"{flag}.")
         else:
             settings = [other for other in flags if other.startswith(f"{flag}.")]
-            near = settings or difflib.get_close_matches(RENAMED.get(flag, flag), flags, 1)
+            wanted = f"{prefix}{RENAMED.get(name, name)}".replace("_", "-")
+            near = settings or difflib.get_close_matches(wanted, flags, 1)
             hint = f"; is it {near[0][2:].replace('-', '_')}?" if near else "; --help has the names"
             raise InputError(f"{where}: there is no flag {key.value[:LONGEST]}{hint}")
     return values
