@@ -2,6 +2,8 @@
 
     python -m benchmarks.comparison                      runs what benchmarks/results/comparison.json has not yet
     python -m benchmarks.comparison --names grpo rloo    runs these anew
+    python -m benchmarks.comparison --rates              twelve of them at other learning rates; one run a line in
+                                                         comparison_rates.jsonl, so that it goes on where it was stopped
     python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the table
 
 Each is a script with flags, run with five seeds, one thread a run (four and a half hours of a core for all). Of each
@@ -13,7 +15,7 @@ import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from typing import NamedTuple
 
 import tyro
@@ -22,6 +24,7 @@ from matplotlib.figure import Figure
 from benchmarks.curves import ACCURACY, PANELS, ROOT, curve, plot, provenance, run_seed
 
 RECORD = ROOT / "benchmarks/results/comparison.json"
+RATES_RECORD = ROOT / "benchmarks/results/comparison_rates.jsonl"
 SEEDS = (1, 2, 3, 4, 5)
 TASK = "--config data/toy/preset.yaml --model data/toy_rare/model --total-steps 100 --val-every 5 --show-samples 0"
 FOUR = "--num-mini-batches 4"
@@ -29,6 +32,21 @@ FEW = "--train-files data/toy_rare/few.jsonl"
 LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")
 APART = "--rollout-gpus 1"
 MEASURE = "--rollout-correction.level measure"
+RATES = ("3e-4", "1e-3")  # besides 1e-4, at which RECORD has all settings
+AT_RATES = (
+    "grpo",
+    "4 updates: vanilla",
+    "maxrl",
+    "dapo",
+    "grpo_passk",
+    "rloo",
+    "dr_grpo",
+    "mean of each response",
+    "--loss cispo",
+    "--loss gspo",
+    "remax",
+    "ppo",
+)
 BASE = {  # of settings or their groups, where it is not grpo
     "ppo": "4 updates: vanilla",  # which are its default
     "dapo": "4 updates: vanilla",
@@ -171,8 +189,33 @@ def draw_all(records: dict[str, dict]) -> None:
     figure.savefig(ROOT / "docs/comparison_curve.png")
 
 
-def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1) -> None:
+def rate_runs() -> dict[tuple[str, str], dict[int, dict]]:
+    """For each setting of AT_RATES and learning rate: its runs by seed, as far as they exist."""
+    found = {(name, "1e-4"): {run["seed"]: run for run in results()[name]["runs"]} for name in AT_RATES}
+    for line in RATES_RECORD.read_text().splitlines() if RATES_RECORD.exists() else []:
+        run = json.loads(line)
+        found.setdefault((run["setting"], run["lr"]), {})[run["seed"]] = run
+    return found
+
+
+def run_rates() -> None:
+    """All settings with one seed, then all with the next."""
+    done = rate_runs()
+    for seed, lr, name in product(SEEDS, RATES, AT_RATES):
+        if seed not in done.get((name, lr), {}):
+            setting = SETTINGS[name]
+            flags = f"{TASK} {setting.flags} --lr {lr}"
+            run = run_seed(setting.script, flags, seed)
+            run["curves"] = {ACCURACY: run["curves"][ACCURACY]}
+            run = {"setting": name, "lr": lr, "command": f"python {setting.script}.py {flags}", **provenance(1), **run}
+            with RATES_RECORD.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+
+
+def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1, rates: bool = False) -> None:
     """names: of SETTINGS, which are run although they are in the record. jobs: runs at a time."""
+    if rates:
+        return run_rates()
     todo = names or tuple(name for name in SETTINGS if name not in results())
     with ThreadPoolExecutor(jobs) as pool:
         for name in () if draw else todo:
