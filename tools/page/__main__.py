@@ -18,6 +18,7 @@ import tyro
 from lib import InputError
 from lib.cli.process import command_line
 from lib.cli.secrets import write_private
+from tools.compare import compare, read_settings, table
 from tools.page.read import read_run, state
 from tools.page.samples import JPEG, pack_samples
 from tools.page.write import as_script, render
@@ -78,7 +79,11 @@ class Pages:
             index, packed, notes = pack_samples(folder, self.most_bytes / len(self.folders))
             runs.append(run | {"name": name, "samples": index, "notes": run["notes"] + notes})
             chunks |= packed
-        return {"runs": runs}, chunks
+        families: dict[str, list[Path]] = {}
+        for run, folder in zip(runs, self.folders):
+            families.setdefault(run["family"], []).append(folder)
+        first, *others = families.values()
+        return {"runs": runs, "comparisons": [_compared(first + other) for other in others]}, chunks
 
     def fresh(self) -> tuple[str, str, dict[str, bytes]]:
         """(stamp of the runs' files, the data as JSON, the chunks)."""
@@ -89,7 +94,11 @@ class Pages:
             return self.stamp, self.data, self.chunks
 
     def _stamp(self) -> str:
-        files = [folder / name for folder in self.folders for name in ("metrics.jsonl", "samples.jsonl", "config.json")]
+        files = [
+            folder / name
+            for folder in self.folders
+            for name in ("metrics.jsonl", "samples.jsonl", "config.json", "lens.json")
+        ]
         files += [file for folder in self.folders for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
         sizes = []
         for file in files:
@@ -98,6 +107,16 @@ class Pages:
                 sizes.append((str(file), status.st_size, status.st_mtime_ns))
         states = [state(folder) for folder in self.folders]
         return hashlib.sha256(json.dumps([sizes, states]).encode()).hexdigest()[:16]
+
+
+def _compared(folders: list[Path]) -> dict[str, Any]:
+    """The table of tools.compare for runs of two settings, or why there is none."""
+    try:
+        one, other = read_settings(folders)
+        rows = compare(one, other, "last", CONFIDENCE)
+    except InputError as error:
+        return {"why": str(error)}
+    return {"table": table(one, other, rows, CONFIDENCE)}
 
 
 def serve(pages: Pages, port: int) -> None:
@@ -112,6 +131,9 @@ def serve(pages: Pages, port: int) -> None:
         server.serve_forever()
     except KeyboardInterrupt:
         server.server_close()
+
+
+CONFIDENCE = 0.95  # of the interval of a difference between two settings
 
 
 IDLE_S = 30.0  # after which a connection without a request is closed
