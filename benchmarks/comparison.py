@@ -2,33 +2,54 @@
 
     python -m benchmarks.comparison                      runs what benchmarks/results/comparison.json has not yet
     python -m benchmarks.comparison --names grpo rloo    runs these anew
+    python -m benchmarks.comparison --rates              twelve of them at other learning rates; one run a line in
+                                                         comparison_rates.jsonl, so that it goes on where it was stopped
     python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the table
 
 Each is a script with flags, run with five seeds, one thread a run (four and a half hours of a core for all). Of each
-run counts the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Two settings
-differ if no run of one is between runs of the other: by chance alone that happens once in 126.
+run counts the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Verdicts are
+those of tools/compare.py, with seeds as blocks and 99 % intervals.
 """
 
 import json
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from typing import NamedTuple
 
+import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
 from benchmarks.curves import ACCURACY, PANELS, ROOT, curve, plot, provenance, run_seed
+from tools.compare import Difference, paired_difference
 
 RECORD = ROOT / "benchmarks/results/comparison.json"
+RATES_RECORD = ROOT / "benchmarks/results/comparison_rates.jsonl"
 SEEDS = (1, 2, 3, 4, 5)
+CONFIDENCE = 0.99  # of 50 rows without a difference one in two tables has a verdict
 TASK = "--config data/toy/preset.yaml --model data/toy_rare/model --total-steps 100 --val-every 5 --show-samples 0"
 FOUR = "--num-mini-batches 4"
 FEW = "--train-files data/toy_rare/few.jsonl"
 LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")
 APART = "--rollout-gpus 1"
 MEASURE = "--rollout-correction.level measure"
+RATES = ("1e-4", "3e-4", "1e-3")  # RECORD has all settings at the first
+AT_RATES = (
+    "grpo",
+    "4 updates: vanilla",
+    "maxrl",
+    "dapo",
+    "grpo_passk",
+    "rloo",
+    "dr_grpo",
+    "mean of each response",
+    "--loss cispo",
+    "--loss gspo",
+    "remax",
+    "ppo",
+)
 BASE = {  # of settings or their groups, where it is not grpo
     "ppo": "4 updates: vanilla",  # which are its default
     "dapo": "4 updates: vanilla",
@@ -122,18 +143,27 @@ def compared(records: dict[str, dict]) -> dict[str, tuple[list[float], list[floa
     """For each setting that has run, in the order of SETTINGS: (its mean accuracies, those of its BASE). A BASE itself
     is compared with grpo."""
     scores = {name: [mean_accuracy(run) for run in records[name]["runs"]] for name in SETTINGS if name in records}
-    bases = {name: BASE.get(name, BASE.get(SETTINGS[name].group, "grpo")) for name in scores}
-    return {name: (own, scores["grpo" if bases[name] == name else bases[name]]) for name, own in scores.items()}
+    return {name: (own, scores[base_of(name)]) for name, own in scores.items()}
 
 
-def apart(one: list[float], other: list[float]) -> bool:
-    return max(one) < min(other) or max(other) < min(one)
+def base_of(name: str) -> str:
+    base = BASE.get(name, BASE.get(SETTINGS[name].group, "grpo"))
+    return "grpo" if base == name else base
+
+
+def difference(own: list[float], base: list[float]) -> Difference | None:
+    """By seed; None for what is compared with itself."""
+    return None if own is base else paired_difference(np.subtract(own, base)[:, None], CONFIDENCE)
+
+
+def is_verdict(found: Difference | None) -> bool:
+    return found is not None and found.verdict in ("more", "less")
 
 
 def table(records: dict[str, dict]) -> str:
-    """One line a setting; those that differ from what they are compared with are marked."""
+    """One line a setting, with its difference from what it is compared with."""
     lines = [
-        "| | mean accuracy of steps 0 to 100 | its range | 90 % at step | in the end | |",
+        "| | mean accuracy of steps 0 to 100 | difference, 99 % interval | verdict | 90 % at step | in the end |",
         "|---|---|---|---|---|---|",
     ]
     for group, settings in groupby(compared(records).items(), lambda item: SETTINGS[item[0]].group):
@@ -146,10 +176,16 @@ def table(records: dict[str, dict]) -> str:
             else:
                 reached = " to ".join(map(str, sorted({min(at), max(at)})))
             ends = statistics.mean(run["accuracy_after"] for run in runs)
-            mark = ("more" if min(own) > min(base) else "less") if apart(own, base) else ""
-            spread = f"{statistics.mean(own):.2f} | {min(own):.2f} to {max(own):.2f}"
-            lines.append(f"| {name} | {spread} | {reached} | {ends:.2f} | {mark} |")
+            spread = f"{statistics.mean(own):.2f} ({min(own):.2f} to {max(own):.2f})"
+            lines.append(f"| {name} | {spread} | {_said(difference(own, base))} | {reached} | {ends:.2f} |")
     return "\n".join(lines)
+
+
+def _said(found: Difference | None) -> str:
+    """Two cells."""
+    if found is None:
+        return "| "
+    return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f}) | {found.verdict}"
 
 
 def draw_all(records: dict[str, dict]) -> None:
@@ -164,15 +200,76 @@ def draw_all(records: dict[str, dict]) -> None:
     left.legend(frameon=False, loc="lower right")
     for y, (own, base) in enumerate(settings.values()):
         right.fill_betweenx([y - 0.5, y + 0.5], min(base), max(base), color="grey", alpha=0.15, linewidth=0)
-        right.plot(own, [y] * len(own), "o", markersize=4, color="tab:red" if apart(own, base) else "tab:blue")
+        right.plot(
+            own, [y] * len(own), "o", markersize=4, color="tab:red" if is_verdict(difference(own, base)) else "tab:blue"
+        )
     right.set(xlabel="mean over steps 0 to 100 (grey: what it is compared with)")
     right.set_yticks(range(len(settings)), settings, fontsize=8)
     right.invert_yaxis()
     figure.savefig(ROOT / "docs/comparison_curve.png")
 
 
-def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1) -> None:
+def rate_runs() -> dict[tuple[str, str], dict[int, dict]]:
+    """For each setting of AT_RATES and learning rate: its runs by seed, as far as they exist."""
+    recorded = {(name, RATES[0]): name for name in AT_RATES} | {("grpo", "3e-4"): "learning rate x 3"}
+    found = {key: {run["seed"]: run for run in results()[name]["runs"]} for key, name in recorded.items()}
+    for line in RATES_RECORD.read_text().splitlines() if RATES_RECORD.exists() else []:
+        run = json.loads(line)
+        found.setdefault((run["setting"], run["lr"]), {})[run["seed"]] = run
+    return found
+
+
+def run_rates() -> None:
+    """All settings with one seed, then all with the next."""
+    done = rate_runs()
+    for seed, lr, name in product(SEEDS, RATES, AT_RATES):
+        if seed not in done.get((name, lr), {}):
+            setting = SETTINGS[name]
+            flags = f"{TASK} {setting.flags} --lr {lr}"
+            run = run_seed(setting.script, flags, seed)
+            run["curves"] = {ACCURACY: run["curves"][ACCURACY]}
+            run = {"setting": name, "lr": lr, "command": f"python {setting.script}.py {flags}", **provenance(1), **run}
+            with RATES_RECORD.open("a") as file:
+                file.write(json.dumps(run) + "\n")
+
+
+def rate_table() -> str:
+    """One line a setting: its mean accuracy at each learning rate, and its difference from its BASE, each at the rate
+    at which it has the highest mean."""
+    runs = {key: {seed: mean_accuracy(run) for seed, run in by.items()} for key, by in rate_runs().items()}
+    best = {
+        name: max(RATES, key=lambda lr: statistics.mean(runs[name, lr].values()))
+        for name in AT_RATES
+        if all((name, lr) in runs for lr in RATES)
+    }
+    lines = [f"| learning rate | {' | '.join(RATES)} | difference at the best rates, 99 % interval | verdict |"]
+    lines.append("|---" * (len(RATES) + 3) + "|")
+    for name in AT_RATES:
+        cells = [_mean_of(runs.get((name, lr), {})) for lr in RATES]
+        base = base_of(name)
+        if name == base:
+            said = "| "
+        elif name not in best or base not in best:
+            said = "not run yet | "
+        else:
+            own, other = runs[name, best[name]], runs[base, best[base]]
+            seeds = sorted(own.keys() & other.keys())
+            said = _said(difference([own[seed] for seed in seeds], [other[seed] for seed in seeds]))
+        lines.append(f"| {name} | {' | '.join(cells)} | {said} |")
+    return "\n".join(lines)
+
+
+def _mean_of(scores: dict[int, float]) -> str:
+    """With the number of seeds, if it is not that of all."""
+    if not scores:
+        return "–"
+    return f"{statistics.mean(scores.values()):.2f}" + f" ({len(scores)} of 5 seeds)" * (len(scores) < len(SEEDS))
+
+
+def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1, rates: bool = False) -> None:
     """names: of SETTINGS, which are run although they are in the record. jobs: runs at a time."""
+    if rates:
+        return run_rates()
     todo = names or tuple(name for name in SETTINGS if name not in results())
     with ThreadPoolExecutor(jobs) as pool:
         for name in () if draw else todo:
@@ -184,7 +281,7 @@ def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1) -> None
             launcher = "python" if setting.ranks == 1 else f"GPUS={setting.ranks} launch/one_node.sh"
             write(name, {"command": f"{launcher} {setting.script}.py {flags}", **how, "runs": runs})
     draw_all(results())
-    print(table(results()))
+    print(table(results()), rate_table(), sep="\n\n")
 
 
 if __name__ == "__main__":

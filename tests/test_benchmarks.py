@@ -111,7 +111,8 @@ def test_grpo_and_trl_learn_the_same_from_the_same_samples(tmp_path):
 
 
 def test_tables_of_the_documents_are_those_of_their_records():
-    assert comparison.table(comparison.results()) in (ROOT / "docs/comparison.md").read_text()
+    page = (ROOT / "docs/comparison.md").read_text()
+    assert comparison.table(comparison.results()) in page and comparison.rate_table() in page
     assert pretrained.table(pretrained.records()) in (ROOT / "docs/pretrained.md").read_text()
 
 
@@ -132,6 +133,33 @@ def test_the_page_of_results_is_that_of_all_records():
         assert f"](../benchmarks/results/{file.relative_to(folder)})" in page, "a record is not on the page"
     [pretrained_ppo] = [row for row in all_runs.rows() if row.record == "pretrained/ppo_2.jsonl"]
     assert all_runs.line(pretrained_ppo).startswith("| ppo.py | vllm | 2 | 0.12 | 0.25 | 40 |  | 5fc8910 |")  # by hand
+
+
+def test_the_runs_at_other_learning_rates_go_on_where_they_were_stopped(tmp_path, monkeypatch):
+    """With a function in the place of a run: maxrl has 0.9 at 1e-3, all others 0.5 where there is no record."""
+    asked, stop = [], [30]
+
+    def run(script, flags, seed):
+        if len(asked) in stop:
+            raise KeyboardInterrupt
+        asked.append((script, flags, seed))
+        high = "--adv-estimator maxrl" in flags and flags.endswith("--lr 1e-3")
+        return {"seed": seed, "curves": {ACCURACY: [(0, 0.9 if high else 0.5)]}}
+
+    monkeypatch.setattr(comparison, "RATES_RECORD", tmp_path / "rates.jsonl")
+    monkeypatch.setattr(comparison, "run_seed", run)
+    monkeypatch.setattr(comparison, "provenance", lambda jobs: {})
+    with pytest.raises(KeyboardInterrupt):
+        comparison.run_rates()
+    assert [seed for *_, seed in asked] == 23 * [1] + 7 * [2]  # twelve settings at two rates; of one there is a record
+    part = comparison.rate_table()
+    assert "| grpo | 0.66 | 0.82 | 0.50 (1 of 5 seeds) |" in part and "| maxrl | 0.75 | 0.50 (2 of 5 seeds) |" in part
+    stop.clear()
+    comparison.run_rates()
+    assert len(asked) == len({*asked}) == 115
+    rows = {line.split(" | ")[0].strip("| "): line for line in comparison.rate_table().splitlines()}
+    assert rows["maxrl"].endswith("| more |") and rows["dr_grpo"].endswith("| less |")  # than grpo's 0.82 at 3e-4
+    assert not any(word in comparison.rate_table() for word in ("seeds)", "–", "not run"))
 
 
 def test_commands_of_the_pretrained_page_are_those_of_its_benchmark():

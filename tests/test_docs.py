@@ -141,6 +141,7 @@ OF_TOOLS = {
     *("--answer-template", "--correct-above", "--gold-key", "--rows"),  # of tools/audit_scorer.py
     *("--adv-estimators", "--choices", "--flags", "--loss-agg-modes", "--losses", "--script"),  # of tools/lens.py
     *("--drift", "--steps", "--tables", "--tokens"),  # and tools/oracle.py
+    *("--confidence", "--figure", "--rates"),  # of tools/compare.py, tools/parity.py, benchmarks/comparison.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
     *("--api-key", "--requeue", "--security-opt"),  # of others
     *("--flag", "--name"),  # placeholders

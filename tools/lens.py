@@ -35,6 +35,7 @@ from lib.cli.process import command_line
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor
 from tools.oracle import ROOT, load_script, parse_one_line
+from tools.page.lens import most_apart
 
 RECORDED = "as recorded"
 SHOWN = 24  # tokens of context
@@ -63,7 +64,7 @@ class Args:
     tokens: int = 5
     """tokens to show for each choice"""
     output: str = ""
-    """folder for lens.json, lens.md and lens.png"""
+    """folder for lens.json, lens.md and lens.png; in that of a run, such as runs/NAME, its page shows them"""
 
 
 class _Probe:
@@ -273,12 +274,6 @@ def summary(updates: list[dict]) -> list[dict]:
         rows.append({"choice": name, "cosine": mean(cosines), "lowest": min(cosines, default=math.nan)})
         rows[-1] |= {"ratio": mean(ratios), "norm": mean([x["norm"] for x in of])}
     return rows
-
-
-def most_apart(updates: list[dict], name: str, count: int) -> list[dict]:
-    """The tokens of all updates on which this choice differs most."""
-    tokens = [{"step": u["step"], "update": u["update"], **t} for u in updates for t in u["choices"][name]["tokens"]]
-    return sorted(tokens, key=lambda token: -token["difference"])[:count]
 
 
 def markdown(updates: list[dict], count: int) -> str:

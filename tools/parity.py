@@ -55,6 +55,8 @@ class Args:
     """config.json of a grpo.py run, in place of the settings' translation"""
     tolerance: float = 1e-5
     """relative to the largest value of the quantity: what two orders of summation in float32 differ by"""
+    figure: Path | None = None
+    """image to draw, such as parity.png: our values against theirs, a panel for each quantity"""
 
 
 class Translation(NamedTuple):
@@ -88,6 +90,8 @@ def main(args: Args) -> int:
     if not compared:
         known = ", ".join(framework.columns)
         raise InputError(f"{args.dump}: nothing to compare: it needs a result and what it is computed from, of {known}")
+    if args.figure:
+        draw(compared, args.framework, args.tolerance, args.figure)
     wrong = [row for row in compared if row.difference().max() > args.tolerance]
     for name in ("mask", "advantages", "ratio", "loss", "gradient"):
         row = next((row for row in compared if row.quantity == name), None)
@@ -105,6 +109,23 @@ def main(args: Args) -> int:
     print(f"\n{quantity} is the first that differs{' at ' + place if place else ''}: {values}")
     print(f"  {args.framework + ':':10} {formulas[quantity]}\n  {'grpo.py:':10} {our_formulas(own)[quantity]}")
     return 1
+
+
+def draw(compared: list[Compared], framework: str, tolerance: float, file: Path) -> None:
+    from matplotlib.figure import Figure  # slow to import
+
+    figure = Figure(figsize=(3.2 * len(compared), 3.2), dpi=100, layout="constrained")
+    for axes, row in zip(np.atleast_1d(figure.subplots(1, len(compared))), compared):
+        differs = row.difference() > tolerance
+        for some, color in ((~differs, "tab:blue"), (differs, "tab:red")):
+            axes.plot(row.theirs[some], row.ours[some], ".", color=color)
+        axes.axline((float(row.theirs.mean()), float(row.theirs.mean())), slope=1, color="grey", linewidth=0.5)
+        axes.set(title=f"{row.quantity}: {int(differs.sum())} of {differs.numel()} differ", xlabel=framework)
+    figure.supylabel("grpo.py")
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--figure {file}: cannot be written: {error}") from error
 
 
 # ---- what is read --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from lib import InputError
 from lib.data_proto import DataProto
 from tests.mutants.planting import run
 from tools import lens
+from tools.page.lens import read_lens
 
 SIZES = [
     "--num-mini-batches",
@@ -85,6 +86,10 @@ def test_the_command_writes_table_and_figure(recorded, updates, tmp_path, monkey
     assert table in capsys.readouterr().out and "| as recorded | 1.0000 | 1.0000 | 1.000 |" in table
     assert table.count("\n| 1, ") + table.count("\n| 2, ") == table.count("** |")  # a row a token
     assert json.loads((tmp_path / "out/lens.json").read_text()) == updates
+    curves, tokens = read_lens(tmp_path / "out", notes := [])  # as the run page does
+    gspo = [u["choices"]["--loss gspo"]["norm"] for u in updates if u["step"] == 2]
+    assert not notes and curves[1]["lens/--loss gspo/norm"] == pytest.approx(sum(gspo) / 2)
+    assert {"--loss gspo"} < {row[0] for row in tokens} and len({*map(len, tokens)}) == 1
     assert (tmp_path / "out/lens.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -29,6 +29,8 @@ from lib import InputError
 from lib.run.run import take_lock
 from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
 from tests.tools.browser import launch_options, why_no_browser
+from tests.tools.test_compare import write as write_compared
+from tools import compare
 from tools.page import __main__ as command
 from tools.page.__main__ import Args, Pages, main, make_server
 from tools.page.read import read_run
@@ -1032,3 +1034,50 @@ def test_any_beginning_is_spread_over_all(n, data):
     taken = data.draw(st.integers(2, max(2, n)))
     gaps = np.diff(sorted(order[:taken]))
     assert n < 2 or max(gaps) <= max(1, 4 * n / taken)
+
+
+# ---- comparisons, and gradients of other flags ---------------------------------------------------
+
+
+def test_settings_with_the_same_seeds_are_compared_on_the_page(tmp_path, made, visit, capsys):
+    folders = [
+        write_compared(tmp_path / f"{name}{seed}", seed, lr)
+        for name, lr in (("a", 3e-4), ("b", 1e-4))
+        for seed in (1, 2)
+    ]
+    compare.main(compare.Args(tuple(folders)))
+    said = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    card = visit(*folders).locator(".comparison")
+    assert card.locator("th").all_inner_texts() == said[0] and card.locator("td").all_inner_texts() == said[2]
+    alone = visit(made / "a", made / "c").locator(".comparison")
+    assert "Not compared: " in alone.inner_text() and "row_hash" in alone.inner_text()
+    assert visit(made / "a", made / "b").locator(".comparison").count() == 0  # they differ in the seed alone
+
+
+LENS = {"cosine": 0.5, "norm": 2.0, "ratio": 1.5, "tokens": []}
+APART = {"row": 3, "position": 4, "token": "<b>", "context": "a\n", "prompt": "", "difference": 0.4}
+APART |= {"coefficient": -0.25, "recorded": 0.125}
+
+
+def test_the_gradients_of_other_flags_are_curves_and_a_table(tmp_path, visit):
+    folder = write_run(tmp_path / "run", 2, 1, 5)
+    updates = [
+        {"step": step, "update": 1, "choices": {"as recorded": LENS, "--loss gspo": LENS | {"tokens": [APART]}}}
+        for step in (1, 2)
+    ]
+    (folder / "lens.json").write_text(json.dumps(updates))
+    page = visit(folder)
+    page.fill("#find", "lens/--loss gspo/cosine")
+    page.locator("#groups figure", has_text="lens/--loss gspo/cosine").first.wait_for()
+    page.locator("summary", has_text="differ most").click()
+    row = page.locator(".run .scroll tbody tr").first.locator("td").all_inner_texts()
+    assert row == ["--loss gspo", "1, 1, 3, 4", "a↵", "<b>", "-0.2500", "+0.1250"]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '[{"step": 1}]', '[{"step": 1, "choices": {"x": {"cosine": "a"}}}]', "[null]", "[[]]"]
+)
+def test_a_lens_json_that_is_none_is_noted(tmp_path, text):
+    (folder := write_run(tmp_path / "run", 2, 1, 5)).joinpath("lens.json").write_text(text)
+    run = read_page(folder)
+    assert any(note.startswith("lens.json: could not read the file (") for note in run["notes"]) and run["lens"] == []

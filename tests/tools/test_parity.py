@@ -55,7 +55,8 @@ def test_the_first_quantity_that_differs_is_named_with_both_formulas(name, quant
 def test_the_flags_of_a_run_in_place_of_the_translation(tmp_path, capsys):
     """TRL adds 1e-4 to the deviation, grpo.py 1e-6 unless told otherwise; verl has a dual clip, TRL has none."""
     (tmp_path / "config.json").write_text(json.dumps({"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}))
-    assert compare(make.FOLDER, "trl", ours=tmp_path / "config.json") == 1
+    assert compare(make.FOLDER, "trl", ours=tmp_path / "config.json", figure=tmp_path / "parity.png") == 1
+    assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert "advantages is the first that differs" in said
     assert "(std(R) + 1e-4)" in said and "(std(R) + 1e-06)" in said
@@ -136,6 +137,13 @@ def test_settings_that_are_not_known_are_one_line(settings, reason, tmp_path, ca
     with pytest.raises((InputError, SystemExit)) as error:
         main(Args(make.FOLDER / "verl.safetensors", tmp_path / "verl.json", "verl"))
     assert reason in str(error.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("figure", ["none/parity.png", "parity.txt"])
+def test_a_figure_that_cannot_be_written_is_one_line(figure, tmp_path):
+    with pytest.raises(InputError, match="--figure") as error:
+        compare(make.FOLDER, "trl", figure=tmp_path / figure)
+    assert "\n" not in str(error.value)
 
 
 def test_a_value_that_is_not_finite_differs(tmp_path):

@@ -18,9 +18,13 @@ import tyro
 from lib import InputError
 from lib.cli.process import command_line
 from lib.cli.secrets import write_private
+from tools.compare import compare, read_settings, table
 from tools.page.read import read_run, runs_in, state
 from tools.page.samples import JPEG, pack_samples
 from tools.page.write import as_script, render
+
+CONFIDENCE = 0.95  # of the interval of a difference between two settings
+MOST_COMPARED = 20  # settings with the first one: each reads the samples of its runs
 
 
 @dataclass
@@ -82,7 +86,14 @@ class Pages:
             index, packed, notes = pack_samples(folder, self.most_bytes / len(folders))
             runs.append(run | {"name": name, "samples": index, "notes": run["notes"] + notes})
             chunks |= packed
-        return {"runs": runs}, chunks
+        families: dict[str, list[Path]] = {}
+        for run, folder in zip(runs, folders):
+            families.setdefault(run["family"], []).append(folder)
+        first, *others = families.values()
+        compared = [_compared(first + other) for other in others[:MOST_COMPARED]]
+        if left := len(others) - len(compared):
+            compared.append({"why": f"{left} more settings are not compared here: python -m tools.compare RUNS"})
+        return {"runs": runs, "comparisons": compared}, chunks
 
     def fresh(self) -> tuple[str, str, dict[str, bytes]]:
         """(stamp of the runs' files, the data as JSON, the chunks)."""
@@ -97,8 +108,8 @@ class Pages:
         return tuple(dict.fromkeys(run for folder in self.given for run in runs_in(folder)))
 
     def _stamp(self) -> str:
-        folders = self._folders()
-        files = [folder / name for folder in folders for name in ("metrics.jsonl", "samples.jsonl", "config.json")]
+        folders, names = self._folders(), ("metrics.jsonl", "samples.jsonl", "config.json", "lens.json")
+        files = [folder / name for folder in folders for name in names]
         files += [file for folder in folders for file in sorted((folder / "rollouts").glob("step_*.parquet"))]
         sizes = []
         for file in files:
@@ -107,6 +118,16 @@ class Pages:
                 sizes.append((str(file), status.st_size, status.st_mtime_ns))
         states = [state(folder) for folder in folders]
         return hashlib.sha256(json.dumps([sizes, states]).encode()).hexdigest()[:16]
+
+
+def _compared(folders: list[Path]) -> dict[str, Any]:
+    """The table of tools.compare for runs of two settings, or why there is none."""
+    try:
+        one, other = read_settings(folders)
+        rows = compare(one, other, "last", CONFIDENCE)
+    except InputError as error:
+        return {"why": str(error)}
+    return {"table": table(one, other, rows, CONFIDENCE)}
 
 
 def serve(pages: Pages, port: int) -> None:

@@ -13,6 +13,7 @@ from lib.cli.flags import OF_ONE_START
 from lib.run.alerts import alerts_of_run
 from lib.run.run_config import NO_FLAGS
 from tools.page.files import check, open_inside, parse, reason
+from tools.page.lens import read_lens
 
 NOT_OF_A_FAMILY = (OF_ONE_START - {"script", "contents"}) | {"seed", "output_dir", "track"}
 """keys of config.json in which runs may differ that are drawn as one curve with a range"""
@@ -49,6 +50,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     config, starts = _object(folder, "config.json", CONFIG, notes), _starts(folder, notes)
     last = starts[-1] if starts else {}
     rows = read_lines(folder, "metrics.jsonl", METRICS, notes)
+    by_step, tokens = read_lens(folder, notes)
     waits = _content(folder, "waits.txt", notes).decode(errors="replace").splitlines()[-3:]
     return {
         "script": config.get("script"),
@@ -63,7 +65,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         "packages": last.get("packages") or {},
         "alerts": [alert._asdict() for alert in alerts_of_run(rows)],
         "notes": notes,
-        **columns(rows),
+        "lens": tokens,
+        **columns(rows + by_step),
     }
 
 

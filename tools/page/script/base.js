@@ -3,7 +3,7 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
 const LIVE = $("data") === null; // served by --serve: data and chunks are fetched, and fetched again
-let runs = LIVE ? [] : JSON.parse($("data").textContent).runs;
+let {runs, comparisons} = LIVE ? {runs: [], comparisons: []} : JSON.parse($("data").textContent);
 
 /** An element. props: attributes, "on..." listeners; children: elements or text, which may be anything. */
 function h(tag, props = {}, ...children) {
@@ -73,6 +73,11 @@ const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "
 function later(ms, action) {
   let timer = 0;
   return () => { clearTimeout(timer); timer = setTimeout(action, ms); };
+}
+/** rows: of text, the heading first. */
+function htmlTable(rows) {
+  const [heading, ...rest] = rows.map((row, i) => h("tr", {}, ...row.map((cell) => h(i ? "td" : "th", {}, cell))));
+  return h("div", {class: "scroll"}, h("table", {}, h("thead", {}, heading), h("tbody", {}, ...rest)));
 }
 function facts(pairs) {
   const rows = Object.entries(pairs).map(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]);

@@ -5,6 +5,7 @@ function drawRuns() {
   const open = all("details").map((details) => details.open), focus = all("summary").indexOf(document.activeElement);
   const cards = runs.map(runCard), folded = h("div", {class: "cards"}, ...cards);
   $("run-cards").replaceChildren(...(runs.length > MANY ? [more(`flags and machines of ${runs.length} runs`, folded)] : cards));
+  $("comparisons").replaceChildren(...comparisons.map(comparisonCard));
   const alerts = runs.flatMap((run) => run.alerts.map((found) => alertCard(run, found)));
   $("alerts").replaceChildren(...(alerts.length ? [h("h2", {class: "hidden"}, "Alerts"), ...alerts]
     : [h("p", {class: "calm"}, "✓ No alerts.")]));
@@ -30,8 +31,14 @@ function runCard(run) {
       : flags.length ? h("ul", {class: "flags", "aria-label": "flags that are not at their default"}, ...flags)
       : h("p", {class: "muted"}, "All flags have their default."),
     facts(run.facts), ...run.notes.map((note) => h("p", {class: "note"}, note)),
+    run.lens.length ? more("tokens on which other flags' gradients differ most", htmlTable(run.lens)) : null,
     ...[["flag", all], ["package", run.packages]].filter(([, pairs]) => Object.keys(pairs).length)
       .map(([word, pairs]) => more(`all ${plural(Object.keys(pairs).length, word)}`, facts(pairs))));
+}
+
+function comparisonCard({table: rows, why}) {
+  return h("article", {class: "card comparison", "aria-label": "comparison of two settings"},
+    h("h2", {}, "Last validation, by seed and prompt"), rows ? htmlTable(rows) : h("p", {class: "muted"}, `Not compared: ${why}.`));
 }
 
 function alertCard(run, found) {
@@ -99,7 +106,7 @@ async function refresh() {
     const answer = await fetch("/data.json", {headers: stamp ? {"If-None-Match": stamp} : {}});
     if (answer.status === 200) {
       stamp = answer.headers.get("ETag");
-      runs = (await answer.json()).runs;
+      ({runs, comparisons} = await answer.json());
       drawAll(true);
     }
     const read = answer.ok || answer.status === 304;
