@@ -15,6 +15,7 @@ from uuid import uuid4
 import aiohttp
 
 from lib import InputError
+from lib.model.routing import ROUTES, unpack_routes
 from lib.rollout.engine import Generated
 
 PATH = "/plainrl/generate"  # the route of vllm_batches.py
@@ -121,7 +122,8 @@ class Servers:
         if "error" in found:
             await self.request(url, "GET", "/health")
             raise InputError(f"--rollout-engine {url}: {found['error']}")
-        return Generated(**found)
+        routes = found.pop(ROUTES, None)
+        return Generated(**found, routed_experts=None if routes is None else unpack_routes(routes))
 
     def _next_batch(self, url: str) -> "Batch":
         if url not in self._waiting:
