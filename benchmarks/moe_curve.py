@@ -3,8 +3,8 @@
     nice -n 19 python benchmarks/moe_curve.py       runs what benchmarks/results/moe_curve.json lacks, then draws
     python benchmarks/moe_curve.py --draw-only      draws docs/moe_curve.png from the record
 
-Each run has four updates a step, so that old_log_probs and the update differ too. Its seeds and prompts are the same with
-every --routing-replay.
+Each run has four updates a step, so that old_log_probs and the update differ too. Its prompts are the same with every
+--routing-replay.
 """
 
 import json
@@ -31,7 +31,7 @@ from lib.rollout import HFEngine  # noqa: E402
 FILE = RESULTS / "moe_curve.json"
 MODES = {"none": "grey", "R2": "tab:blue", "R3": "tab:red"}
 FLAGS = "--config data/toy/preset.yaml --model data/toy_moe/model --rollout-engine benchmarks/moe_curve.py:BF16Engine"
-FLAGS += " --prompts-per-step 16 --num-mini-batches 4 --lr 3e-4 --total-steps 30 --val-every 5"
+FLAGS += " --prompts-per-step 16 --num-mini-batches 4 --lr 3e-4 --total-steps 20 --val-every 4"
 FLAGS += " --show-samples 0 --save-every 0 --save-rollouts 0 --no-export-model"
 KEYS = {ACCURACY: PANELS[ACCURACY], "reward/mean": PANELS["reward/mean"]}
 KEYS["actor/ppo_kl"] = "k1 between old and new policy (nats)"
@@ -40,8 +40,8 @@ KEPT = (*KEYS, "actor/pg_clipfrac", "router/differing_experts", "rollout/logp_di
 
 
 class BF16Engine(HFEngine):
-    """The hf engine with a copy of the weights, rounded to bfloat16 whenever it samples. A sync's check allows a float32
-    trainer no such engine, so there is none."""
+    """The hf engine with a copy of the weights, rounded to bfloat16 whenever it samples. The check of a sync
+    allows a float32 trainer no such engine, so there is none."""
 
     shares_weights = takes_weights = False
 
@@ -83,7 +83,7 @@ def measured(mode: str, seed: int) -> dict:
 
 def draw(records: dict) -> None:
     figure = Figure(figsize=(13, 3.4), dpi=110, layout="constrained")
-    figure.suptitle("8 experts of which a token takes 2, sampled in bfloat16, trained in float32: mean and range of seeds")
+    figure.suptitle("2 of 8 experts a token, sampled in bfloat16, trained in float32: mean and range of the seeds")
     for axes, (key, label) in zip(figure.subplots(1, len(KEYS)), KEYS.items()):
         for mode, color in MODES.items():
             curves = torch.tensor([run["curves"][key] for run in records[mode]["runs"]])  # (seeds, N, 2)

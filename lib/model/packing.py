@@ -191,8 +191,8 @@ def _with_padding(packed: PackedSequences, padding: int) -> PackedSequences:
 def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
 ) -> tuple[dict, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(inputs, select, target, place). inputs: what the decoder takes. select (n,): for each trained token, the index in
-    the decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
+    """(inputs, select, target, place). inputs: what the decoder takes. select (n,): for each trained token, the index
+    in its layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
     place (B * L,), on the CPU: where each token stands in the layout, -1 for one that is left out."""
     padding_free = padding_free and model.padding_free
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")

@@ -3,8 +3,8 @@
 A small difference in a router's input changes which experts it takes. So the engine, the pass before the update and the
 update may send a token to other experts, and the ratio of its probabilities then compares two networks. With
 --routing-replay the experts are those of a record: R2, of the pass that computes old_log_probs (arXiv 2507.18071); R3,
-of the rollout engine (arXiv 2510.11370). Their weights are still the router's own: the gradient flows through these, and
-none through the choice.
+of the rollout engine (arXiv 2510.11370). Their weights are still the router's own: the gradient flows through these,
+not through the choice.
 
 The seam is the router's `topk` over the experts. All that a family does before and after it, such as scores, groups and
 normalization, is the family's own code."""
@@ -46,7 +46,7 @@ def hook_routers(model: PreTrainedModel) -> None:
             layer = model.get_submodule(f"{path}.{number}")
             router.number, router.routes, router.forward = len(model.routers), None, types.MethodType(_routed, router)
             layer.own_router = (router,)  # in a tuple it is no second name of its weights
-            layer.__class__ = _that_hands_down(type(layer))
+            layer.__class__ = _that_hands_down(type(layer))  # type: ignore[arg-type]  # a class is hashable
             model.routers, model.route_layers = (*model.routers, router), (*model.route_layers, int(number))
 
 

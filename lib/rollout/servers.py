@@ -38,6 +38,12 @@ class Batch:
     abort: list[str] = field(default_factory=list)
 
 
+def answered(found: dict) -> Generated:
+    """Of a line that vllm_batches.py writes."""
+    routes = found.get(ROUTES)
+    return Generated(**found | {ROUTES: None if routes is None else unpack_routes(routes)})
+
+
 class Servers:
     """The servers at `urls`. Errors are InputErrors and name the server. key: what each request shows to it."""
 
@@ -122,8 +128,7 @@ class Servers:
         if "error" in found:
             await self.request(url, "GET", "/health")
             raise InputError(f"--rollout-engine {url}: {found['error']}")
-        routes = found.pop(ROUTES, None)
-        return Generated(**found, routed_experts=None if routes is None else unpack_routes(routes))
+        return answered(found)
 
     def _next_batch(self, url: str) -> "Batch":
         if url not in self._waiting:
