@@ -160,13 +160,14 @@ class RoutingMetrics:
     @torch.no_grad()
     def watch(self, model: PreTrainedModel) -> None:
         """After a forward."""
-        for router in model.routers:
+        routers = getattr(model, "routers", ())  # a script's own model has none
+        for router in routers:
             add_metrics(self.sums, {"router/entropy": router.entropy})
             if router.differs is not None:
                 add_metrics(self.sums, {"router/differing_experts": router.differs})
-        if model.routers:
+        if routers:
             chosen = chosen_experts(model).transpose(0, 1).flatten(1).long()  # (layers, N k)
-            counts = chosen.new_zeros(len(chosen), model.routers[0].num_experts)
+            counts = chosen.new_zeros(len(chosen), routers[0].num_experts)
             self.loads = self.loads + counts.scatter_add(1, chosen, torch.ones_like(chosen)).double()
 
     def end(self) -> dict[str, Metric]:
