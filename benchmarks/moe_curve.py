@@ -13,7 +13,6 @@ import os
 import runpy
 import sys
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,7 +68,6 @@ def run(mode: str, seed: int, folder: str) -> None:
 
 def measured(mode: str, seed: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        start = time.process_time()
         process = FORKSERVER.Process(target=run, args=(mode, seed, folder))
         process.start()
         process.join()
@@ -77,7 +75,7 @@ def measured(mode: str, seed: int) -> dict:
             raise RuntimeError(Path(folder, "log").read_text()[-3000:])
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
     curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in KEPT}
-    print(mode, seed, f"{time.process_time() - start:.0f} s", curves[ACCURACY][-1], flush=True)
+    print(mode, seed, curves[ACCURACY][-1], flush=True)
     return {"seed": seed, "curves": curves}
 
 

@@ -97,7 +97,7 @@ def engine_class(name: str) -> Any:
     return engine
 
 
-def check_capabilities(name: str, images: bool, episodes: bool, routes: bool) -> None:
+def check_capabilities(name: str, images: bool, episodes: bool, routes: bool = False) -> None:
     """Raises InputError if the engine cannot sample what the run needs. Call it before a model loads."""
     engine = engine_class(name)
     if routes and not engine.gives_routes:

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import grpo
+from data import toy_moe
+from data.toy import make_tokenizer
+from data.toy_moe import make_mixtral
 from lib import InputError
 from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
@@ -25,6 +28,7 @@ from tests.model.test_models import alone, batch_of_groups, load, save, with_gra
 
 MODEL = str(ROOT / "data/toy_moe/model")
 MOE = ["--model", MODEL]
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_local_experts", "num_experts_per_tok")
 SOFT = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"}  # scores: softmax of the logits
 
 
@@ -287,3 +291,19 @@ def test_flags_that_do_not_go_with_a_replay(flags, why):
 def test_a_model_whose_routers_are_not_known_is_rejected():
     with pytest.raises(InputError, match="of type llama, it knows those of deepseek_v3, glm4_moe, gpt_oss, mixtral"):
         check_routing_replay(TOY_MODEL)
+
+
+# ---- the embedded mixture ------------------------------------------------------------------------
+
+
+def test_the_embedded_mixture_is_the_generators_and_uses_its_experts(tmp_path):
+    tokenizer = make_tokenizer()
+    model, config = load_model(MODEL), make_mixtral(tokenizer, 128).config
+    assert 5e5 < sum(p.numel() for p in model.parameters()) < 1e6
+    assert {name: getattr(model.config, name) for name in SIZES} == {name: getattr(config, name) for name in SIZES}
+    tokenizer.save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == (toy_moe.FOLDER / "model/tokenizer.json").read_text()
+    prompts = [f"<|im_start|>user\n{a}+285<|im_end|>\n<|im_start|>assistant\n" for a in range(137, 987, 50)]
+    model(input_ids=torch.tensor(tokenizer(prompts)["input_ids"]))
+    used = [chosen_experts(model)[:, layer].unique().numel() for layer in range(2)]
+    assert min(used) >= 6  # of 8
