@@ -3,6 +3,7 @@ with gradient checkpointing, LoRA, FSDP2 and sequence parallelism; and what is r
 
 import asyncio
 import json
+from dataclasses import asdict
 from types import MethodType, SimpleNamespace
 
 import numpy as np
@@ -16,10 +17,11 @@ from data import toy_moe
 from data.toy import make_tokenizer
 from data.toy_moe import make_mixtral
 from lib import InputError
+from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
 from lib.model.routing import ROUTERS, ROUTES, RoutingMetrics, chosen_experts, routes_column
-from lib.rollout import HFEngine
+from lib.rollout import Generated, HFEngine
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.servers import answered
 from lib.sampling import Sampling
@@ -307,3 +309,13 @@ def test_the_embedded_mixture_is_the_generators_and_uses_its_experts(tmp_path):
     model(input_ids=torch.tensor(tokenizer(prompts)["input_ids"]))
     used = [chosen_experts(model)[:, layer].unique().numel() for layer in range(2)]
     assert min(used) >= 6  # of 8
+
+
+def test_routes_of_responses_in_flight_survive_a_checkpoint(tmp_path):
+    routes = torch.arange(12, dtype=torch.int16).view(3, 2, 2)
+    row = Generated([5, 6], [-1.0, -2.0], "abort", [0, 0], routes)
+    rows = DataProto.from_dict(non_tensors={"partial": [asdict(row)], ROUTES: routes_column([routes])})
+    rows.save_to_disk(tmp_path / "rows")
+    loaded = DataProto.load_from_disk(tmp_path / "rows").non_tensor_batch
+    assert torch.equal(Generated(**loaded["partial"][0]).routed_experts, routes)
+    assert torch.equal(loaded[ROUTES][0], routes) and loaded[ROUTES][0].dtype == torch.int16
