@@ -54,6 +54,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("position_ids", "B, L or B, 4, L", "int64", "positions; with mrope in four rows", "forward passes"),
         Column("response_mask", "B, T", "int64", "1: sampled by the policy", "all", "always", ": bool"),
         Column("rollout_log_probs", "B, T", "float32", "log-probs of the engine", "correction", "if read", ": float"),
+        Column("routed_experts", "B", "Tensor", "int16 (tokens, layers, k), -1: not known", "forward passes"),
         Column("finish_reason", "B", "str", "stop, length, abort, error, ...", "metrics", saved=": str"),
     ),
     "lib/rollout/stream.py: add_limit": (

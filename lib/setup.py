@@ -232,6 +232,8 @@ def load_inputs(args: ScriptArgs) -> Inputs:
         if path:
             models.check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
             models.check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
+    if model.routing_replay != "none":
+        models.check_routing_replay(model.model, **trust)
     accept_sandbox(reward.sandbox_level)
     tokenizer = models.load_tokenizer(model.model, **trust)
     set_chat_template(tokenizer, data.chat_template)
@@ -239,7 +241,7 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     check_read(args, vision=vision is not None)
     episodes = args.multi_turn.enabled or bool(args.rollout.agent)
     if not args.run.replay:
-        check_capabilities(engine, vision is not None, episodes)
+        check_capabilities(engine, vision is not None, episodes, model.routing_replay == "R3")
     template, multi_turn = parse_json("chat_template_kwargs", data.chat_template_kwargs), None
     if args.rollout.agent and vision is not None:
         raise InputError(f"--agent takes text only, and --model {model.model} reads images: take a text model")
@@ -408,7 +410,7 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
     sampling = rollout.sampling()
     if not args.validation.val_only:
         models.check_sampling(sampling)
-    forward = ForwardConfig(args.optimizer.micro_batch_tokens, sampling, row_group, dtype)
+    forward = ForwardConfig(args.optimizer.micro_batch_tokens, sampling, row_group, dtype, model.routing_replay)
     plain = args.loss == "vanilla" and not (args.kl_coef and args.kl_estimator.endswith("_unbiased"))  # no ratio x KL
     clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c) if plain else None
     apart = math.inf if args.run.replay else APART.get(dtype, math.inf)  # a replay may train other weights
@@ -484,6 +486,9 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
 
         servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
         own = ManagedServers(servers, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
+    vllm_kwargs = parse_json("vllm_kwargs", rollout.vllm_kwargs)
+    if args.model.routing_replay == "R3" and rollout.starts_vllm:
+        vllm_kwargs["enable_return_routed_experts"] = True
     engine = make_engine(
         "hf" if run.recorder.replays else rollout.rollout_engine,
         actor.module,
@@ -496,7 +501,8 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         gpu_memory=rollout.gpu_share,
         ranks=rollout.rollout_tensor_parallel_size,
         rows=engine_rows(args, world.size),
-        vllm_kwargs=parse_json("vllm_kwargs", rollout.vllm_kwargs),
+        vllm_kwargs=vllm_kwargs,
+        returns_routes=args.model.routing_replay == "R3",
         lora_sync=rollout.lora_sync,
         own=own,
     )

@@ -132,6 +132,7 @@ VLLM = {
     *("--generation-config", "--host", "--logprobs-mode", "--lora-modules", "--max-model-len", "--middleware"),
     *("--override-generation-config", "--enable-scale-out", "--enforce-eager", "--tensor-parallel-size"),
     *("--weight-transfer-config", "--worker-extension-cls", "--enable-lora", "--max-lora-rank"),
+    "--enable-return-routed-experts",
 }
 OF_TOOLS = {
     *("--max-mb", "--output", "--serve", "--wheels"),  # of the run page and gpu_check.sh

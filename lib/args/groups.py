@@ -47,6 +47,9 @@ class ModelArgs(Group):
     share_prompts: Annotated[bool, MAY_CHANGE] = True
     """shared-prefix training: compute a prompt once for its group, and what segments of episodes begin with in common
     (docs/agents.md); needs packing and packed_sdpa or varlen"""
+    routing_replay: Literal["none", "R2", "R3"] = "none"
+    """experts of a mixture in the update (docs/moe.md): the router's (none), those of the pass that computes
+    old_log_probs (R2), or the rollout engine's (R3)"""
     gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """recompute activations in the backward pass: less memory, about a third more time in the update"""
     trust_remote_code: bool = False

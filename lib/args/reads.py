@@ -31,7 +31,7 @@ FACTS = {  # what no flag says alone
 NOTED = {"val_only": False, "replay": "", "ratio": True}  # what leaves out a part of any run, as it is in a whole one
 ON_AT_ZERO = {"token_masks.off_policy_sequence"}  # a threshold, or None
 NEVER_IDLE = {"vllm_kwargs", "reward_timeout", "reward_memory", "profile_memory"}  # an error, whatever a resume does
-OF_THE_PASS = ("entropys", "squared_score", "rollout_log_probs")
+OF_THE_PASS = ("entropys", "squared_score", "rollout_log_probs", "routed_experts")
 OTB = "squared_score rollout_is_weights"
 DRIFT = "rollout_log_probs old_log_probs"
 COVARIANCE = "old_log_probs advantages"
@@ -55,7 +55,7 @@ TABLE = (
     Row("no val_only", "temperature top_p top_k min_p max_mismatch"),
     Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps plan"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
-    Row("no val_only", "gradient_checkpointing save_every save_rollouts export_model"),
+    Row("no val_only", "gradient_checkpointing routing_replay save_every save_rollouts export_model"),
     Row("no val_only", "stop_when keep_best"),
     Row("no val_only", "adv_estimator loss loss_agg_mode entropy_coef entropy_target kl_coef"),
     Row("no val_only", "rollout_correction.level rollout_correction.reject.* overlong_buffer overlong_filtering"),
@@ -113,6 +113,7 @@ TABLE = (
     Row("no group_size 1 and no val_only or zero_variance keep", "zero_variance"),
     Row("zero_variance refill", "max_gen_batches"),
     Row("no rollout_correction.level measure and no val_only", f"{WEIGHTS} rollout_correction.batch_normalize"),
+    Row("routing_replay R2", "old_log_probs", update="old_log_probs routed_experts"),
     Row("correction", "old_log_probs", DRIFT),
     Row("token_masks.top_entropy", "", "entropys"),
     Row("token_masks.m2po", "old_log_probs", DRIFT),

@@ -23,7 +23,7 @@ class PrefixTree(NamedTuple):
     above: list[int]  # for each node, the tokens of its path before its own
     rows: list[list[int]]  # for each node, the row of each sequence on whose path it is
     token: torch.Tensor  # (N,), node by node: indices into the flattened input_ids
-    place: torch.Tensor  # (B * L,): indices into these N, also of tokens that another row's stand for; 0 without one
+    place: torch.Tensor  # (B * L,): indices into these N, also of tokens that another row's stand for; -1 without one
 
     def kind(self, node: int) -> tuple[int, int]:
         """Attention takes nodes of one kind together: roots of equal length; others of about equal length, with equally
@@ -83,7 +83,7 @@ def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) ->
     above = [sum(lengths[i] for i in node.path[:-1]) for node in nodes]
     at = [int(begin[node.sequences[0]]) + node.start for node in nodes]  # where its first sequence has it in `token`
     order = sorted(range(len(nodes)), key=lambda i: (_kind(above[i], lengths[i]), at[i]))
-    place, N = np.zeros(B * L, dtype=np.int64), 0
+    place, N = np.full(B * L, -1), 0
     for i in order:
         for s in nodes[i].sequences:
             place[token[begin[s] + nodes[i].start :][: lengths[i]]] = np.arange(N, N + lengths[i])

@@ -28,6 +28,7 @@ from lib.args import check_model_path
 from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, trainable_parameters
 from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
+from lib.model.routing import ROUTERS, hook_routers
 from lib.model.values import token_values, value_head
 from lib.model.vision import family_of, prompt_logits, value_class, vision_names
 
@@ -69,6 +70,14 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
     heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
     if any(n % size for n in heads):
         raise InputError(f"{split}: must divide the {min(heads)} key and value heads of {name}")
+
+
+def check_routing_replay(path: str, *, trust_remote_code: bool = False) -> None:
+    """Raises InputError for a model whose experts cannot be replayed."""
+    kind = _config(path, "--model", trust_remote_code).get_text_config().model_type
+    if kind not in ROUTERS:
+        known = ", ".join(sorted(name.removesuffix("_text") for name in ROUTERS))
+        raise InputError(f"--routing-replay: --model {path} is of type {kind}, it knows those of {known}: drop it")
 
 
 def takes_varlen(path: str, *, trust_remote_code: bool = False) -> bool:
@@ -331,6 +340,7 @@ def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable,
     if missing:
         raise InputError(f"{name}: not a {type(model).__name__}: no {min(missing)} in it ({len(missing)} missing)")
     lay_out(model, name, how.attn_implementation, how.padding_free, how.share_prompts)
+    hook_routers(model)
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()

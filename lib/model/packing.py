@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lib.data import LAYOUT, PrefixTree, on_host, prefix_tree, prepare_dynamic_batch, restore_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import RowGroup, TakeOwn, all_to_all, fsdp_modules
+from lib.model.routing import ROUTES, chosen_experts, routes_of_tokens, rows_of_routes
 from lib.model.vision import images_of
 
 
@@ -72,32 +73,46 @@ Forward = Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def of_responses(
-    model: PreTrainedModel, batch: DataProto, forward: Forward, *, padding_free=True, share_prompts=True, row_group=None
+    model: PreTrainedModel,
+    batch: DataProto,
+    forward: Forward,
+    *,
+    padding_free=True,
+    share_prompts=True,
+    row_group=None,
+    routes: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), which
     are zero where response_mask is.
     batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T). padding_free,
     share_prompts: False switches them off here; True is what `load_model` has decided. row_group: ranks that run their
-    batches as one (packed_sdpa only), in collectives. A rank's batch may be empty, but not those of all ranks."""
+    batches as one (packed_sdpa only), in collectives. A rank's batch may be empty, but not those of all ranks. routes:
+    gets the experts of each row's tokens, as in the column `routed_experts`, which the model takes if the batch has it.
+    """
     responses = batch.batch["responses"]
     if row_group is None:
-        inputs, select, target = _response_inputs(model, batch, padding_free, share_prompts)
+        inputs, select, target, place = _response_inputs(model, batch, padding_free, share_prompts)
         results = forward(inputs, select, responses.flatten()[target])
+        if routes is not None:
+            routes += rows_of_routes(chosen_experts(model).cpu(), on_host(batch).batch["attention_mask"], place)
     else:
-        results, target = _of_group(model, batch, forward, share_prompts, row_group)
+        results, target = _of_group(model, batch, forward, share_prompts, row_group, routes)
     return tuple(x.new_zeros(responses.numel()).index_copy(0, target, x).view_as(responses) for x in results)
 
 
 @torch.no_grad()
 def in_micro_batches(
-    model: PreTrainedModel, batch: DataProto, forward: Forward, micro_batch_tokens: int, **layout: Any
+    model: PreTrainedModel, batch: DataProto, forward: Forward, micro_batch_tokens: int, routes=None, **layout: Any
 ) -> list[torch.Tensor]:
-    """`of_responses` of a whole batch without gradients. layout: its options. A collective."""
+    """`of_responses` of a whole batch without gradients. layout: its options, and routes. A collective."""
     packing = layout.get("padding_free", True) and model.padding_free
     sharing = layout.get("share_prompts", True) and packing and model.share_prompts
     layout |= {"padding_free": packing, "share_prompts": sharing}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **layout)
-    parts = [of_responses(model, micro, forward, **layout) for micro in micro_batches]
+    found: list[torch.Tensor] | None = None if routes is None else []
+    parts = [of_responses(model, micro, forward, routes=found, **layout) for micro in micro_batches]
+    if found:
+        routes += [found[i] for i in np.argsort([row for own in rows for row in own])]
     for module in fsdp_modules(
         model
     ):  # without a backward FSDP2 keeps the root whole: a reference's in the update, too
@@ -106,7 +121,12 @@ def in_micro_batches(
 
 
 def _of_group(
-    model: PreTrainedModel, batch: DataProto, forward: Forward, share_prompts: bool, row_group: RowGroup
+    model: PreTrainedModel,
+    batch: DataProto,
+    forward: Forward,
+    share_prompts: bool,
+    row_group: RowGroup,
+    routes: list[torch.Tensor] | None,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """(results, target) for this rank's trained tokens. All rows of the group make one packed row. In sequence
     parallelism each rank runs a share of the tokens, and sends a token's results to the rank that owns its row. In
@@ -115,16 +135,25 @@ def _of_group(
     group, rank, device = row_group.ranks, row_group.ranks.rank(), batch.batch["input_ids"].device
     rows = on_host(batch)
     rows.batch["rank"] = torch.full((len(rows),), rank)
+    if ROUTES in batch.non_tensor_batch:
+        rows.non_tensor_batch[ROUTES] = batch.non_tensor_batch[ROUTES]
     rows = rows.all_gather(group)
-    inputs, select, target = _response_inputs(model, rows, True, share_prompts)
+    inputs, select, target, place = _response_inputs(model, rows, True, share_prompts)
     T = rows.batch["response_mask"].shape[1]
     y = rows.batch["input_ids"][:, -T:].flatten()[target]
     owner = rows.batch["rank"][target // T]  # (n,)
     own, before = owner == rank, (rows.batch["rank"] < rank).sum() * T  # before: tokens in the rows of lower ranks
     own_target = target[own] - before
+
+    def record(chosen: torch.Tensor) -> None:
+        found = rows_of_routes(chosen.cpu(), rows.batch["attention_mask"], place)
+        routes.extend(itertools.compress(found, (rows.batch["rank"] == rank).tolist()))
+
     if row_group.split == "weights":
         inputs, select, y, own, own_target = _to(device, (inputs, select, y, own.nonzero()[:, 0], own_target))
         results = torch.stack(forward(inputs, select, y), 1)
+        if routes is not None:
+            record(chosen_experts(model))
         return TakeOwn.apply(results, own, group).unbind(1), own_target
 
     inputs, tokens = _share_of_tokens(inputs, group)
@@ -134,6 +163,8 @@ def _of_group(
     own_target = own_target[runner.argsort(stable=True)]
     inputs, select, y, own_target = _to(device, (inputs, select[here] - rank * tokens, y[here], own_target))
     results = torch.stack(forward(inputs, select, y), 1)
+    if routes is not None:
+        record(DataProto.from_dict({ROUTES: chosen_experts(model)}).all_gather(group).batch[ROUTES])
     return all_to_all(results, group, send, receive).unbind(1), own_target
 
 
@@ -144,6 +175,9 @@ def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]
     tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
     tensors = {name: x.chunk(n, 1)[group.rank()] for name, x in tensors.items()}
     inputs = inputs | tensors | {"sequence_group": group}
+    if ROUTES in inputs:
+        routes = F.pad(inputs[ROUTES], (0, 0, 0, 0, 0, padding), value=-1)
+        inputs[ROUTES] = routes.chunk(n)[group.rank()]
     if padding and "packed_runs" in inputs:
         runs = inputs["packed_runs"].runs
         inputs["packed_runs"] = PackedRuns([*runs, PackedRun(padding, 1, padding)])
@@ -163,13 +197,15 @@ def _with_padding(packed: PackedSequences, padding: int) -> PackedSequences:
 
 def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
-) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """(inputs, select, target). inputs: what the decoder takes. select (n,): for each trained token, the index in the
-    decoder's layout of the position that predicts it. target (n,): its own index in the flattened response_mask."""
+) -> tuple[dict, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(inputs, select, target, place). inputs: what the decoder takes. select (n,): for each trained token, the index
+    in its layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
+    place (B * L,), on the CPU: where each token stands in the layout, -1 for one that is left out."""
     padding_free = padding_free and model.padding_free
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")
+    recorded = batch.non_tensor_batch.get(ROUTES, ())
     batch = on_host(batch)
-    ids, _, positions, trained = (batch.batch[name] for name in LAYOUT)
+    ids, attention, positions, trained = (batch.batch[name] for name in LAYOUT)
     rope = positions[:, None] if positions.ndim == 2 else positions[:, 1:]  # (B, 1, L), with mrope (B, 3, L)
     trained = trained.bool()
     L, T = ids.shape[1], trained.shape[1]
@@ -185,7 +221,11 @@ def _response_inputs(
         if len(rope) == 1:
             positions = rope[0, places[:, :1]] + torch.arange(places.shape[1])  # they count on in padding
         inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
-        place, select = back[place], back[select]
+        place, select, token = torch.where(place < 0, -1, back[place]), back[select], token[places]  # (S, l)
+    if len(recorded):
+        inputs[ROUTES] = routes_of_tokens(list(recorded), attention, token.flatten())
+        if not padding_free:  # whose experts do not matter
+            inputs[ROUTES][F.pad(places[:, 1:] == places[:, :-1], (1, 0)).flatten()] = -1
     tower = batch.meta_info.get("run_tower", ())
     # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
     seen, shape = torch.zeros_like(ids, dtype=torch.bool), inputs["input_ids"].shape
@@ -194,7 +234,7 @@ def _response_inputs(
     if images is not None:
         inputs["images"] = images
     if not padding_free:
-        return _to(device, (inputs, select, target))
+        return *_to(device, (inputs, select, target)), place
     if model.takes_rows:
         inputs["sequence_rows"] = sequence_rows(tree)
     if model.config._attn_implementation.startswith("flash"):
@@ -208,7 +248,7 @@ def _response_inputs(
             inputs["packed_runs"] = PackedRuns(_packed_runs(tree, None if images is None else images.blocks))
         # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=device)
-    return _to(device, (inputs, select, target))
+    return *_to(device, (inputs, select, target)), place
 
 
 def _to(device: torch.device, tree: Any) -> Any:

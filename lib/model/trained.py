@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,6 +19,7 @@ from lib.model.attention import layout, use_packed_sdpa
 from lib.model.flops import flops_of, update_flops
 from lib.model.load import without_adapters
 from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
+from lib.model.routing import ROUTES, RoutingMetrics, routes_column, without_routes
 from lib.model.update_checks import UpdateChecks
 from lib.model.values import batched_values, response_values
 from lib.sampling import Sampling
@@ -32,6 +33,7 @@ class ForwardConfig:
     sampling: Sampling  # the engine's: the loss takes the distribution that was sampled from
     row_group: RowGroup | None  # ranks that run their rows together
     compute_dtype: torch.dtype
+    routing_replay: Literal["none", "R2", "R3"] = "none"
     modules: list[PreTrainedModel] = field(default_factory=list)
     """all that go this way: they change their attention together"""
 
@@ -73,6 +75,7 @@ class TrainedModel:
     parameters: list[torch.nn.Parameter] = field(init=False)
     loss_scale: LossScale | None = None
     checks: UpdateChecks = field(default_factory=UpdateChecks)
+    routing: RoutingMetrics = field(default_factory=RoutingMetrics)
 
     def __post_init__(self):
         self.parameters = trainable_parameters(self.module)
@@ -114,7 +117,7 @@ class TrainedModel:
         if not skipped:
             self.optimizer.step()
         [lr, *_] = self.scheduler.get_last_lr()
-        metrics |= self.checks.end()
+        metrics |= self.checks.end() | self.routing.end()
         self.scheduler.step()
         self.optimizer.zero_grad()
         computed, self._computed = self._computed / 1e12, 0.0
@@ -154,7 +157,7 @@ class RowIsolationCheck:
 
 class Policy(RowIsolationCheck, TrainedModel):
     def check_rows(self, batch: DataProto) -> None:
-        super().check_rows(batch)
+        super().check_rows(without_routes(batch))
         self.checks.on_policy = True
 
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
@@ -164,15 +167,21 @@ class Policy(RowIsolationCheck, TrainedModel):
         s, row_group = self.forward.sampling, self.forward.row_group
         outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, row_group=row_group)
         self.checks.watch(micro, *outputs[:2])
+        self.routing.watch(self.module)
         return outputs
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-        """old_log_probs, entropys and, if in `names`, squared_score, each (B, T), without gradients. A collective."""
+        """old_log_probs, entropys and, if in `names`, squared_score, each (B, T), without gradients. With R2 the batch
+        gets its column routed_experts. A collective."""
         f, temperature = self.forward, self.forward.sampling.temperature
         options: dict[str, Any] = {"truncation": f.sampling.truncation, "sum_pi_squared": "squared_score" in names}
         options["row_group"] = f.row_group
-        outputs = batched_log_probs(self.module, batch, temperature, f.micro_batch_tokens, **options)
+        routes: list[torch.Tensor] | None = [] if f.routing_replay == "R2" else None
+        own = without_routes(batch) if f.routing_replay == "R2" else batch
+        outputs = batched_log_probs(self.module, own, temperature, f.micro_batch_tokens, routes=routes, **options)
+        if routes is not None:
+            batch.non_tensor_batch[ROUTES] = routes_column(routes)
         columns = dict(zip(("old_log_probs", "entropys", "squared_score"), outputs))
         if "squared_score" in columns:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
             squares = columns["squared_score"]
@@ -185,7 +194,7 @@ class Critic(TrainedModel):
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
         self._count(micro)
-        values = response_values(self.module, micro, row_group=self.forward.row_group)
+        values = response_values(self.module, without_routes(micro), row_group=self.forward.row_group)
         self.checks.watch(micro, values)
         return values
 
@@ -193,7 +202,7 @@ class Critic(TrainedModel):
     def batched_values(self, batch: DataProto) -> torch.Tensor:
         """Values (B, T), without gradients. A collective."""
         f = self.forward
-        return batched_values(self.module, batch, f.micro_batch_tokens, row_group=f.row_group)
+        return batched_values(self.module, without_routes(batch), f.micro_batch_tokens, row_group=f.row_group)
 
 
 SUMMED = 8  # weights that are looked at, or fewer
@@ -216,7 +225,9 @@ class Reference(RowIsolationCheck):
             self._check_weights()
         f, temperature = self.forward, self.forward.sampling.temperature
         with without_adapters(self.module):
-            return batched_log_probs(self.module, batch, temperature, f.micro_batch_tokens, row_group=f.row_group)[0]
+            options: dict[str, Any] = {"row_group": f.row_group}
+            own = without_routes(batch)
+            return batched_log_probs(self.module, own, temperature, f.micro_batch_tokens, **options)[0]
 
     @torch.no_grad()
     def _check_weights(self) -> None:

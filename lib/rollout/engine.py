@@ -28,6 +28,7 @@ from lib.core_algos import splitmix64
 from lib.data.vision import Media
 from lib.data_proto import DataProto
 from lib.distributed import Metric, all_reduce_max
+from lib.model.routing import ROUTES, routes_column
 from lib.sampling import Sampling
 
 REPORT_S = 60.0  # how often a rollout says what it waits for
@@ -41,6 +42,7 @@ class Generated:
     log_probs: list[float]
     finish_reason: str  # "stop" (after an end token or a stop string), "length" or "abort"
     weight_versions: list[int] = field(default_factory=list)  # one per token, if the engine records them
+    routed_experts: torch.Tensor | None = None  # of prompt and response, as in the column, if the engine returns them
 
 
 @dataclass(eq=False)
@@ -70,6 +72,7 @@ class RolloutEngine(Protocol):
     takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
     takes_adapters: bool = False  # whether it can be made with lora_sync="adapter"
+    gives_routes: bool = False  # whether it returns routed_experts if `route_layers` is set
 
     version: int | None = None  # of the weights that it holds; None before the first load_weights
     checksum: int | None = None  # weight_checksum of the weights that load_weights gave it
@@ -77,6 +80,7 @@ class RolloutEngine(Protocol):
     lora_sync: str = "merged"  # LoRA adapters come merged into the weights, or by themselves ("adapter")
     verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync, set by sync_weights
     pad_token_id: int
+    route_layers: Sequence[int] = ()  # the numbers of the layers whose experts it returns
     image_probe: ImageProbe | None = None  # what sync_weights also probes a vision model with
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
@@ -207,6 +211,8 @@ def add_responses(
     if "multi_modal_hash" in prompts.batch:
         tensors["multi_modal_hash"] = prompts.batch["multi_modal_hash"]
     objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
+    if any(row.routed_experts is not None for row in rows):
+        objects[ROUTES] = routes_column([row.routed_experts for row in rows])
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
 

@@ -17,6 +17,7 @@ from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, device_setter, unsharded
 from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept, log_probs_of
+from lib.model.routing import chosen_experts
 from lib.model.vision import images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
@@ -31,7 +32,7 @@ class HFEngine(SteppedEngine):
     """Samples with the trainer's own model: no second copy of the weights and nothing to sync. Each distinct prompt is
     prefilled once, and its group shares its keys and values (LONG_PROMPT, can_group). Finished rows leave the batch."""
 
-    takes_images = shares_weights = True
+    takes_images = shares_weights = gives_routes = True
     long_steps = True  # a step runs its requests to their end
     shared = False
 
@@ -116,6 +117,7 @@ class HFEngine(SteppedEngine):
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             inputs = {"attention_mask": mask if first.any() else None, self._cache_keyword: cache}
             logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=1, **inputs).logits[:, -1]
+        routes = [chosen_experts(self.model).unflatten(0, ids.shape)] if self.route_layers else []  # (n, P, layers, k)
         grouped = width >= LONG_PROMPT and can_group(self.model, cache)
         if grouped:
             cache = GroupCache(cache, mask == 0, prompt_of_row)
@@ -152,9 +154,18 @@ class HFEngine(SteppedEngine):
             inputs = cache.inputs if grouped else {"attention_mask": mask}
             inputs = inputs | {self._cache_keyword: cache}
             logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
+            if routes:
+                new = chosen_experts(self.model)
+                routes.append(new.new_full((len(keys), *new.shape[1:]), -1).index_copy(0, rows, new))
         columns = (torch.stack(tokens, 1), torch.stack(log_probs, 1), lengths, stopped)  # (R, t), t of the longest
         found = zip(*(column.tolist() for column in columns))
-        return [Generated(ids[:n], lps[:n], "stop" if stop else "length") for ids, lps, n, stop in found]
+        generated = [Generated(ids[:n], lps[:n], "stop" if stop else "length") for ids, lps, n, stop in found]
+        if routes:
+            of_prompts, of_tokens = routes[0].cpu(), torch.stack([routes[0][prompt_of_row, 0], *routes[1:]])[1:].cpu()
+            for i, (row, prompt) in enumerate(zip(generated, prompt_of_row.tolist())):
+                parts = of_prompts[prompt, first[prompt] :], of_tokens[: len(row.token_ids) - 1, i]
+                row.routed_experts = torch.cat(parts)  # the last token was not yet given to the model
+        return generated
 
     def _stop_strings(self, stop: tuple[str, ...], tokens: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """(len(rows),) bool: the rows whose last token completes a stop string. tokens: (R,) at each t."""

@@ -21,6 +21,7 @@ from lib import InputError
 from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
+from lib.model.routing import ROUTES, unpack_routes
 from lib.rollout import Generated, RolloutEngine, add_responses, turn_seed
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, check_expanded, report_states, stop_token_ids
 from lib.rollout.managed_servers import ManagedServers
@@ -64,7 +65,7 @@ class ServerEngine(RolloutEngine):
     back, from the tokens of the last sync, with the same seeds. For the parameters see make_engine. Raises InputError
     if a server cannot be reached, was started differently, or refuses a request or the weights."""
 
-    takes_images = asynchronous = True
+    takes_images = asynchronous = gives_routes = True
 
     def __init__(self, urls: str, model, tokenizer, *, folder, max_length: int, dtype, processor=None, own=None, **_):
         self.own: ManagedServers | None = own
@@ -308,6 +309,10 @@ class ServerEngine(RolloutEngine):
             row.token_ids += found.token_ids
             row.log_probs += found.log_probs
             row.weight_versions += [version] * len(found.token_ids)
+            if self.route_layers and found.routed_experts is not None:
+                new = found.routed_experts[:, self.route_layers]  # (tokens, layers, k), from the first prompt token on
+                old = new[:0] if row.routed_experts is None else row.routed_experts
+                row.routed_experts = torch.cat([old, new[len(old) :]])  # of the weights then
             row.finish_reason = found.finish_reason
             self._end_at_seam(row, n, sampling.stop)
             if self._open.is_set():
@@ -356,7 +361,9 @@ class ServerEngine(RolloutEngine):
             return await self.servers.generate(url, prompt_ids, self._whole(settings))
         choice = await self._complete(url, prompt_ids, pictures, **settings)
         log_probs = choice["logprobs"]["token_logprobs"] if choice["token_ids"] else []
-        return Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
+        routes = choice.get(ROUTES)
+        generated = Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
+        return replace(generated, routed_experts=None if routes is None else unpack_routes(routes))
 
     async def _complete(self, url: str, prompt_ids: list[int], pictures: Pictures | None = None, **settings) -> dict:
         if pictures is not None:

@@ -15,6 +15,7 @@ from uuid import uuid4
 import aiohttp
 
 from lib import InputError
+from lib.model.routing import ROUTES, unpack_routes
 from lib.rollout.engine import Generated
 
 PATH = "/plainrl/generate"  # the route of vllm_batches.py
@@ -35,6 +36,12 @@ class Batch:
 
     begin: dict[str, tuple[dict, asyncio.Future]] = field(default_factory=dict)
     abort: list[str] = field(default_factory=list)
+
+
+def answered(found: dict) -> Generated:
+    """Of a line that vllm_batches.py writes."""
+    routes = found.get(ROUTES)
+    return Generated(**found | {ROUTES: None if routes is None else unpack_routes(routes)})
 
 
 class Servers:
@@ -121,7 +128,7 @@ class Servers:
         if "error" in found:
             await self.request(url, "GET", "/health")
             raise InputError(f"--rollout-engine {url}: {found['error']}")
-        return Generated(**found)
+        return answered(found)
 
     def _next_batch(self, url: str) -> "Batch":
         if url not in self._waiting:

@@ -19,6 +19,7 @@ from lib.data import ROW, balance_groups, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
+from lib.model.routing import ROUTES
 from lib.rollout.async_rollouts import AsyncRollouts, Order, gather_groups, own_groups, staleness_metrics
 from lib.rollout.engine import RolloutEngine, SteppedEngine, request_seeds
 from lib.rollout.lora_sync import choose_lora_sync
@@ -49,13 +50,14 @@ def make_engine(
     max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
     lora_sync: str = "merged",
+    returns_routes: bool = False,
     own: "ManagedServers | None" = None,
 ) -> RolloutEngine:
     """The engine called `name` (engine_class; several URLs have commas between). folder: of its files; it need not
     exist. max_length: tokens of prompt and response. dtype: that the trainer computes in. gpu_memory: share of the GPU
     for the engine. ranks: how many neighbouring ranks share one. rows: that a vLLM engine samples at a time.
     processor: of a vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine. lora_sync: for
-    "vllm". own: what "vllm" means."""
+    "vllm". returns_routes: whether rollouts have the column routed_experts. own: what "vllm" means."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
@@ -73,6 +75,8 @@ def make_engine(
         settings["lora_sync"] = lora_sync
     engine = make(name, model, tokenizer, **settings, own=own) if of_url else make(model, tokenizer, **settings)
     engine.image_probe = probe
+    if returns_routes:
+        engine.route_layers = model.route_layers
     return engine
 
 
@@ -93,9 +97,11 @@ def engine_class(name: str) -> Any:
     return engine
 
 
-def check_capabilities(name: str, images: bool, episodes: bool) -> None:
+def check_capabilities(name: str, images: bool, episodes: bool, routes: bool = False) -> None:
     """Raises InputError if the engine cannot sample what the run needs. Call it before a model loads."""
     engine = engine_class(name)
+    if routes and not engine.gives_routes:
+        raise InputError(f"--rollout-engine {name}: it does not return the experts for --routing-replay R3: take R2")
     if images and not engine.takes_images:
         raise InputError(f"--rollout-engine {name}: it takes no images, and --model reads them: take hf or vllm")
     if episodes and not (engine.in_process or engine.asynchronous):
@@ -191,12 +197,12 @@ class Rollouts:
             rows, responses = self._async.take(last)
             self.prompts = rows[:: self.sizes.group_size]
             batch = self.recorder.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
-            return add_limit(batch, self.sampling)
+            return self._checked(add_limit(batch, self.sampling))
         self.prompts, rows, seeds = self._batch_of(step, first)
         if self._replays_any_order:
             batch = self.recorder.rollout(rows, DataProto, any_order=True)
             self.prompts = batch[:: self.sizes.group_size]
-            return add_limit(batch, self.sampling)
+            return self._checked(add_limit(batch, self.sampling))
         return self._sampled(rows, self.sampling, seeds)
 
     def generate(self, prompts: DataProto, sampling: Sampling, step: int, numbers=None) -> DataProto:
@@ -272,7 +278,13 @@ class Rollouts:
 
     def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         batch = self.recorder.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
-        return add_limit(batch, sampling)
+        return self._checked(add_limit(batch, sampling))
+
+    def _checked(self, batch: DataProto) -> DataProto:
+        if self.engine.route_layers and ROUTES not in batch.non_tensor_batch:
+            how = "record them with R3; a server needs --enable-return-routed-experts"
+            raise InputError(f"--routing-replay R3: the rollouts come without their experts: {how}")
+        return batch
 
     def _batch_of(self, step: int, first: int) -> tuple[DataProto, DataProto, list[int]]:
         """(prompts, the prompts repeated group_size times, seeds). first: the number of the batch's first prompt."""

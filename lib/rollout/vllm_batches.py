@@ -16,6 +16,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
+from vllm.utils.serial_utils import numpy2base64
 
 from lib.rollout.servers import PATH
 from lib.rollout.vllm_engine import generated, request_params
@@ -67,6 +68,8 @@ async def _sample(engine: Any, request: dict) -> dict:
     prompt = {"type": "token", "prompt_token_ids": request["prompt_token_ids"]}
     try:
         outputs = engine.generate(prompt, request_params(**request["settings"]), request["id"])
-        return vars(generated([output async for output in outputs][-1]))
+        output = [output async for output in outputs][-1]
+        routes = output.outputs[0].routed_experts
+        return vars(generated(output)) | {"routed_experts": None if routes is None else numpy2base64(routes)}
     except Exception as error:  # noqa: BLE001  the trainer is told, and asks for the server's health
         return {"error": f"{type(error).__name__}: {error}"}

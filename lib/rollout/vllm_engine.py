@@ -35,6 +35,7 @@ BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype
 BY_FLAG |= {"max_model_len": "--max-prompt-length, --max-response-length and --multi-turn.context-window"}
 BY_FLAG |= {"limit_mm_per_prompt": "--max-images"}
 BY_FLAG |= {"enable_lora": "--lora-sync", "max_lora_rank": "--lora-rank"}
+BY_FLAG["enable_return_routed_experts"] = "--routing-replay"
 BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
 BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
 FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
@@ -155,7 +156,7 @@ class VLLMEngine(SteppedEngine):
     more: further settings of vLLM, which check_vllm_kwargs has seen. lora_sync: --lora-sync. start: of engine_settings.
     Raises InputError as engine_settings, or if vLLM refuses a setting; UnsupportedAdapter if lora_sync is "adapter"."""
 
-    takes_images = takes_adapters = True
+    takes_images = takes_adapters = gives_routes = True
     long_steps = False  # a step is one token; requests come and go at each step
 
     def __init__(
@@ -310,7 +311,7 @@ class VLLMEngine(SteppedEngine):
                 engine.add_request(f"{place} {request_id}", prompt, params, lora_request=self._lora)
         ended = {out.request_id: out for out in engine.step() if out.finished}
         mine = {name: ended[full] for name in self._running if (full := f"{self._place} {name}") in ended}
-        done = {name: generated(_checked(out, self._running.pop(name))) for name, out in mine.items()}
+        done = {name: self._generated(out, self._running.pop(name)) for name, out in mine.items()}
         return done, all(leaves for *_, leaves in everyones)
 
     def _exchange(self, mine) -> list:
@@ -324,8 +325,16 @@ class VLLMEngine(SteppedEngine):
         params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
         outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
-        rows = [generated(_checked(out, own)) for out, own in zip(outputs[before:], media)]
+        rows = [self._generated(out, own) for out, own in zip(outputs[before:], media)]
         return add_responses(prompts, rows, self.pad_token_id)
+
+    def _generated(self, output, media: Media | None) -> Generated:
+        """Its prompt has the same tokens as in training."""
+        row = generated(_checked(output, media))
+        if self.route_layers:
+            row.routed_experts = torch.from_numpy(output.outputs[0].routed_experts.astype("int16"))
+            row.routed_experts = row.routed_experts[:, self.route_layers]
+        return row
 
     def _params(self, max_tokens: int, **settings):
         return request_params(max_tokens=max_tokens, stop_token_ids=self.stop_ids, **settings)

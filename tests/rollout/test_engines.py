@@ -194,11 +194,13 @@ def test_an_engine_that_cannot_work_is_named_before_a_model_loads(table, tmp_pat
 
 def test_a_run_asks_for_what_the_engine_can_do(table):
     check_capabilities(table, images=False, episodes=False)
-    for images, episodes, why in [(True, False, "it takes no images"), (False, True, "--multi-turn and --agent need")]:
+    wanted = {(True, False, False): "it takes no images", (False, True, False): "--multi-turn and --agent need"}
+    wanted[False, False, True] = "it does not return the experts"
+    for what, why in wanted.items():
         with pytest.raises(InputError, match=why):
-            check_capabilities(table, images, episodes)
+            check_capabilities(table, *what)
         for name in ("hf", "vllm", "http://127.0.0.1:1,http://127.0.0.1:2"):
-            check_capabilities(name, images, episodes)
+            check_capabilities(name, *what)
     assert [engine_class(name) for name in ("hf", "vllm", "http://x")] == [HFEngine, VLLMEngine, ServerEngine]
 
 

@@ -1,0 +1,181 @@
+"""Routing of mixtures of experts: which experts a token goes to, recorded and replayed.
+
+A small difference in a router's input changes which experts it takes. So the engine, the pass before the update and the
+update may send a token to other experts, and the ratio of its probabilities then compares two networks. With
+--routing-replay the experts are those of a record: R2, of the pass that computes old_log_probs (arXiv 2507.18071); R3,
+of the rollout engine (arXiv 2510.11370). Their weights are still the router's own: the gradient flows through these,
+not through the choice.
+
+The seam is the router's `topk` over the experts. All that a family does before and after it, such as scores, groups and
+normalization, is the family's own code."""
+
+import base64
+import io
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from lib.data_proto import DataProto
+from lib.distributed import Max, Mean, Metric, add_metrics
+
+ROUTES = "routed_experts"  # the column, and what a decoder takes: (tokens, layers with a router, experts of a token)
+# model_type: class of its routers; tests/model/test_routing.py tests each
+ROUTERS = {"mixtral": "MixtralTopKRouter", "olmoe": "OlmoeTopKRouter", "gpt_oss": "GptOssTopKRouter"}
+ROUTERS |= {"deepseek_v3": "DeepseekV3TopkRouter", "glm4_moe": "Glm4MoeTopkRouter"}
+ROUTERS |= {"qwen2_moe": "Qwen2MoeTopKRouter", "qwen3_moe": "Qwen3MoeTopKRouter", "qwen3_next": "Qwen3NextTopKRouter"}
+ROUTERS["qwen3_5_moe_text"] = "Qwen3_5MoeTopKRouter"
+
+
+def hook_routers(model: PreTrainedModel) -> None:
+    """Lets the layers of a mixture take `routed_experts` from their keywords. Sets model.routers, () for other models,
+    and model.route_layers, the numbers of their layers. Call it before `shard_model`."""
+    kind = ROUTERS.get(model.config.get_text_config().model_type)
+    model.routers, model.route_layers = (), ()
+    for name, router in list(model.named_modules()):
+        if type(router).__name__ == kind:
+            path, _, number = name.rpartition(".mlp.")[0].rpartition(".")  # ....layers.3.mlp.gate
+            layer = model.get_submodule(f"{path}.{number}")
+            router.number, router.routes, router.forward = len(model.routers), None, types.MethodType(_routed, router)
+            layer.own_router = (router,)  # in a tuple it is no second name of its weights
+            layer.__class__ = _that_hands_down(type(layer))  # type: ignore[arg-type]  # a class is hashable
+            model.routers, model.route_layers = (*model.routers, router), (*model.route_layers, int(number))
+
+
+@cache
+def _that_hands_down(layer_class: Any) -> Any:
+    """The class with a `forward` that first gives its router the routes; see attention.py for why no hook does it."""
+
+    def forward(self, *args, **kwargs):
+        routes = kwargs.get(ROUTES)
+        [router] = self.own_router
+        router.routes = None if routes is None else routes[:, router.number]
+        return layer_class.forward(self, *args, **kwargs)
+
+    return type(layer_class.__name__, (layer_class,), {"forward": forward, "__module__": layer_class.__module__})
+
+
+@torch.compiler.disable
+def _routed(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The router's own forward, with the experts of router.routes (N, k) where these are known. Leaves in router.chosen
+    the experts that were taken, and what `routing_metrics` reads."""
+    routes, router.routes = router.routes, None
+    with _Selection(router.num_experts, router.top_k, routes) as selection:
+        outputs = type(router).forward(router, hidden_states)
+    router.chosen, router.differs = selection.chosen, selection.differs
+    with torch.no_grad():
+        log_p = outputs[0].detach().float().log_softmax(-1)  # (N, experts), of the router's logits
+        router.entropy = Mean(-(log_p.exp() * log_p).sum(), len(log_p))
+    return outputs
+
+
+class _Selection(TorchFunctionMode):
+    """In it, `topk` of k out of (N, experts) gives the routes (N, k), -1 where the scores decide."""
+
+    def __init__(self, experts: int, k: int, routes: torch.Tensor | None):
+        super().__init__()
+        self.experts, self.k, self.routes = experts, k, routes
+        self.chosen: torch.Tensor  # (N, k) int16
+        self.differs: Mean | None = None  # rows whose scores would take other experts
+
+    def __torch_function__(self, func, _types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func not in (torch.topk, torch.Tensor.topk):
+            return found
+        scores, k = args[0], args[1] if len(args) > 1 else kwargs["k"]
+        if scores.ndim != 2 or (scores.shape[1], k) != (self.experts, self.k):  # of groups of experts
+            return found
+        values, experts = found
+        if self.routes is not None:
+            routes = self.routes.to(experts)
+            known = routes >= 0  # (N, k)
+            other = (routes.sort(-1).values != experts.sort(-1).values).any(-1) & known[:, 0]
+            self.differs = Mean(other.sum(), known[:, 0].sum())
+            experts = torch.where(known, routes, experts)
+            values = scores.gather(-1, experts)
+        self.chosen = experts.detach().to(torch.int16)
+        return torch.return_types.topk((values, experts))
+
+
+def chosen_experts(model: PreTrainedModel) -> torch.Tensor:
+    """(N, layers, k) int16: the experts of the N tokens of the model's last forward."""
+    return torch.stack([router.chosen for router in model.routers], 1)
+
+
+# ---- the column ----------------------------------------------------------------------------------
+
+
+def without_routes(batch: DataProto) -> DataProto:
+    """For a model that chooses its experts itself."""
+    if ROUTES not in batch.non_tensor_batch:
+        return batch
+    return batch.select(non_tensor_batch_keys=[name for name in batch.non_tensor_batch if name != ROUTES])
+
+
+def unpack_routes(text: str) -> torch.Tensor:
+    """(tokens, all layers, k) int16, of the .npy file in base64 that vLLM's servers answer with."""
+    return torch.from_numpy(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False).astype(np.int16))
+
+
+def routes_column(rows: Sequence[torch.Tensor | None]) -> np.ndarray:
+    """The column of these rows, (tokens, layers, k) each; None: nothing is known of it."""
+    like = next(row for row in rows if row is not None)
+    return np.fromiter((like[:0] if row is None else row for row in rows), dtype=object, count=len(rows))
+
+
+def routes_of_tokens(rows: Sequence[torch.Tensor], attention_mask: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """(N, layers, k): the routes of the tokens at `token` (N,), indices into attention_mask (B, L), all on the CPU."""
+    attended = attention_mask.sum(1).tolist()
+    padded = [F.pad(row[:n], (0, 0, 0, 0, 0, n - len(row[:n])), value=-1) for row, n in zip(rows, attended)]
+    return torch.cat(padded)[attention_mask.flatten().cumsum(0)[token] - 1]
+
+
+def rows_of_routes(routes: torch.Tensor, attention_mask: torch.Tensor, place: torch.Tensor) -> list[torch.Tensor]:
+    """What `routes_of_tokens` takes, of the routes (N, layers, k) of a layout. place (B * L,): where a token stands in
+    it, -1 for one that it leaves out."""
+    found = torch.where((place >= 0)[:, None, None], routes[place], -1)
+    rows = found.view(*attention_mask.shape, *routes.shape[1:])
+    return [row[mask.bool()] for row, mask in zip(rows, attention_mask)]
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+
+
+@dataclass
+class RoutingMetrics:
+    """Of all forwards of an update."""
+
+    loads: torch.Tensor | float = 0.0  # (layers, experts)
+    sums: dict[str, Metric] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def watch(self, model: PreTrainedModel) -> None:
+        """After a forward."""
+        routers = getattr(model, "routers", ())  # a script's own model has none
+        for router in routers:
+            add_metrics(self.sums, {"router/entropy": router.entropy})
+            if router.differs is not None:
+                add_metrics(self.sums, {"router/differing_experts": router.differs})
+        if routers:
+            chosen = chosen_experts(model).transpose(0, 1).flatten(1).long()  # (layers, N k)
+            counts = chosen.new_zeros(len(chosen), routers[0].num_experts)
+            self.loads = self.loads + counts.scatter_add(1, chosen, torch.ones_like(chosen)).double()
+
+    def end(self) -> dict[str, Metric]:
+        """A collective."""
+        metrics, self.sums = self.sums, {}
+        if isinstance(self.loads, torch.Tensor):
+            dist.all_reduce(self.loads)
+            most = self.loads.amax(1) / self.loads.mean(1)  # (layers,)
+            metrics |= {"router/load_max": Max(most.max()), "router/load_mean": Mean(most.mean(), 1)}
+            self.loads = 0.0
+        return metrics

@@ -1,0 +1,321 @@
+"""Routing replay: the experts of a record with the router's own weights equal a slow loop over tokens, in every layout,
+with gradient checkpointing, LoRA, FSDP2 and sequence parallelism; and what is rejected."""
+
+import asyncio
+import json
+from dataclasses import asdict
+from types import MethodType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+import grpo
+from data import toy_moe
+from data.toy import make_tokenizer
+from data.toy_moe import make_mixtral
+from lib import InputError
+from lib.data_proto import DataProto
+from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
+from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
+from lib.model.routing import ROUTERS, ROUTES, RoutingMetrics, chosen_experts, routes_column
+from lib.rollout import Generated, HFEngine
+from lib.rollout.server_engine import ServerEngine
+from lib.rollout.servers import answered
+from lib.sampling import Sampling
+from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, parse_flags, ran, run_ranks, skip_without_vllm
+from tests.model.test_models import alone, batch_of_groups, load, save, with_gradient
+
+MODEL = str(ROOT / "data/toy_moe/model")
+MOE = ["--model", MODEL]
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_local_experts", "num_experts_per_tok")
+SOFT = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"}  # scores: softmax of the logits
+
+
+def random_routes(batch, layers: int, experts: int, k: int):
+    """Some experts for each token, the same for tokens of a prompt that rows share; of the last token they are not
+    known."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    for n in batch.batch["attention_mask"].sum(1).tolist():
+        draws = torch.rand(n, layers, experts, generator=generator)
+        rows.append(draws.argsort(-1)[..., :k].to(torch.int16))
+    for row in (3, 4):
+        rows[row][:7] = rows[2][:7]
+    return routes_column([row[:-1] for row in rows])
+
+
+def slow_block(block, hidden_states):
+    """The experts of block.now (l, k), token by token; by the formulas of the papers."""
+    kind, router, experts = block.kind, block.gate if hasattr(block, "gate") else block.router, block.experts
+    out = []
+    for x, chosen in zip(hidden_states[0], block.now.tolist()):
+        logits = router.weight @ x + (router.bias if kind == "gpt_oss" else 0)
+        taken = logits[chosen]
+        if kind in SOFT:
+            weights = logits.softmax(-1)[chosen]
+            weights = weights / weights.sum() if getattr(router, "norm_topk_prob", True) else weights
+        elif kind == "gpt_oss":
+            weights = taken.softmax(-1)
+        else:
+            weights = taken.sigmoid() / taken.sigmoid().sum() * router.routed_scaling_factor
+        y = torch.zeros_like(x)
+        for weight, e in zip(weights, chosen):
+            if kind == "gpt_oss":
+                z = x @ experts.gate_up_proj[e] + experts.gate_up_proj_bias[e]
+                gate, up = z[::2].clamp(max=7), z[1::2].clamp(-7, 7)
+                own = gate * (1.702 * gate).sigmoid() * (up + 1) @ experts.down_proj[e] + experts.down_proj_bias[e]
+            else:
+                gate, up = (experts.gate_up_proj[e] @ x).chunk(2)
+                own = experts.down_proj[e] @ (F.silu(gate) * up)
+            y = y + weight * own
+        if hasattr(block, "shared_experts"):
+            y = y + block.shared_experts(x)
+        if hasattr(block, "shared_expert"):
+            y = y + block.shared_expert_gate(x).sigmoid() * block.shared_expert(x)
+        out.append(y)
+    y = torch.stack(out)[None]
+    return (y, None) if kind == "gpt_oss" else y
+
+
+def slow_loop(model, kind: str, batch):
+    """`alone`, with the experts of the batch's column: (2, B, T)."""
+    blocks = [block for block in model.modules() if hasattr(block, "experts") and hasattr(block.experts, "down_proj")]
+    for block in blocks:
+        block.kind, block.forward = kind, MethodType(slow_block, block)
+    results = []
+    for i, routes in enumerate(batch.non_tensor_batch[ROUTES]):
+        for layer, block in enumerate(blocks):
+            block.now = torch.cat([routes[:, layer], routes[-1:, layer]]).long()  # no result depends on the last token
+        results.append(alone(model, batch[[i]])[:, 0])
+    return torch.stack(results, 1)
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_replay_is_the_slow_loop_in_every_layout(tmp_path, kind):
+    """In fp64, but for what transformers computes in fp32 (norms, scores): by the weights of 0.3 results differ by 1e-5
+    at most, gradients by 1e-6 of their norm. Other experts change log-probs by 3 nats and more."""
+    path, batch = save(kind, tmp_path), batch_of_groups()
+    model = load(path)
+    [router, *_] = model.routers
+    own = torch.stack(response_log_probs(model, batch, 1.0)).detach()
+    batch.non_tensor_batch[ROUTES] = random_routes(batch, len(model.routers), router.num_experts, router.top_k)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+    expected, gradient = with_gradient(plain, lambda: slow_loop(plain, kind, batch).unbind())
+    assert (expected - own).abs().max() > 1
+    for options in ({}, {"share_prompts": False}, {"padding_free": False}):
+        ours, of_ours = with_gradient(model, lambda options=options: response_log_probs(model, batch, 1.0, **options))
+        assert (ours - expected).abs().max() < 1e-4
+        assert (of_ours - gradient).norm() < 1e-5 * gradient.norm()
+        assert router.weight.grad.norm() > 1e-3  # the gate learns, from the experts' weights
+
+
+def test_a_recorded_pass_replays_itself_and_the_router_decides_where_nothing_is_known(tmp_path):
+    model, batch = load(save("deepseek_v3", tmp_path)), batch_of_groups()
+    routes: list[torch.Tensor] = []
+    own = batched_log_probs(model, batch, 1.0, 30, routes=routes)
+    assert [len(row) for row in routes] == batch.batch["attention_mask"].sum(1).tolist()
+    assert model.route_layers == (1, 2, 3)  # the first layer has no experts
+    for i, row in enumerate(routes):
+        ids = batch.batch["input_ids"][i][batch.batch["attention_mask"][i].bool()]
+        model(input_ids=ids[None])
+        assert torch.equal(chosen_experts(model)[:-1], row[:-1]) and (row[-1] == -1).all()
+    stats = RoutingMetrics()
+    for rows in (routes, [row[:3] for row in routes], [row[:0] for row in routes]):
+        batch.non_tensor_batch[ROUTES] = routes_column(rows)
+        again = response_log_probs(model, batch, 1.0)
+        stats.watch(model)
+        torch.testing.assert_close(again[0].detach(), own[0], atol=1e-6, rtol=0)  # the order of experts may differ
+    assert stats.sums["router/differing_experts"].total == 0 < stats.sums["router/differing_experts"].count
+    tokens, layers, k = chosen_experts(model).shape
+    assert stats.loads.sum(1).tolist() == [3 * tokens * k] * layers
+
+
+def test_checkpointing_repeats_the_routes_of_its_own_forward(tmp_path):
+    """Two forwards with other routes before their backwards, with LoRA: what is recomputed takes the routes of its own
+    batch. Equal to the bit but for the order of sums, 1e-12 of the norm."""
+    path, gradients = save("qwen3_moe", tmp_path), []
+    for checkpointing in (False, True):
+        model = load(path, gradient_checkpointing=checkpointing)
+        add_lora(model, rank=2, alpha=8, seed=0, target_modules=".*[qkvo]_proj")
+        for p in model.parameters():
+            if p.requires_grad:
+                p.data = torch.full_like(p, 0.1, dtype=torch.float64)
+        first, second = batch_of_groups(), batch_of_groups()
+        first.non_tensor_batch[ROUTES] = random_routes(first, 4, 4, 2)
+        second.non_tensor_batch[ROUTES] = routes_column([3 - row for row in first.non_tensor_batch[ROUTES]])
+        a, b = (response_log_probs(model, batch, 1.0)[0] for batch in (first, second))
+        (2 * a.sum() + b.sum()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad]))
+    assert gradients[0].norm() > 0.1
+    torch.testing.assert_close(*gradients, atol=1e-12 * gradients[0].norm(), rtol=0)
+
+
+def replay_on_ranks(world, path: str, sequence: bool):
+    """Of this rank's three of the six rows: recorded and replayed results, the gradient, the routes."""
+    model = load(path)
+    mesh = make_mesh(world, 1)
+    group = make_row_group(world, mesh, 2 if sequence else 1)
+    model = shard_model(model, mesh, torch.float64)
+    own = slice(3 * world.rank, 3 * world.rank + 3)
+    batch = batch_of_groups()
+    given = random_routes(batch, 4, 4, 2)
+    batch = batch[own]
+    routes: list[torch.Tensor] = []
+    recorded = batched_log_probs(model, batch, 1.0, 40, row_group=group, routes=routes)
+    batch.non_tensor_batch[ROUTES] = given[own]
+    replayed = response_log_probs(model, batch, 1.0, row_group=group)[0]
+    (world.size * replayed.sum()).backward()
+    gradient = torch.cat([full_tensor(p.grad).flatten() for p in model.parameters() if p.grad is not None])
+    return recorded[0], replayed.detach(), gradient, routes
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_sharded_and_sequence_parallel_ranks_replay_as_one(tmp_path, sequence):
+    """Float64 weights; scores are fp32, so that the order of sums shows in 1e-7."""
+    path, batch = save("mixtral", tmp_path), batch_of_groups()
+    parts = run_ranks(2, replay_on_ranks, path, sequence)
+    model, routes = load(path), []
+    recorded = batched_log_probs(model, batch, 1.0, 40, routes=routes)[0]
+    batch.non_tensor_batch[ROUTES] = random_routes(batch, 4, 4, 2)
+    replayed = response_log_probs(model, batch, 1.0)[0]
+    replayed.sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    for i, expected in enumerate((recorded, replayed.detach())):
+        torch.testing.assert_close(torch.cat([part[i] for part in parts]), expected, atol=1e-5, rtol=0)
+    assert (parts[0][2] - gradient).norm() < 1e-5 * gradient.norm()
+    for ours, expected in zip([row for part in parts for row in part[3]], routes, strict=True):
+        assert torch.equal(ours, expected)
+
+
+# ---- the engines ---------------------------------------------------------------------------------
+
+
+def test_the_hf_engine_records_what_each_token_took(tmp_path):
+    """Float32: a row sampled in a batch with a cache, against the row alone. The two choose the same experts but where
+    scores are equal to 1e-6, and none are."""
+    model = load_model(MODEL)
+    engine = HFEngine(model, load_tokenizer(MODEL))
+    prompts, none = [[5, 6, 7], [9, 8, 7, 6, 5, 11], [5, 6, 7]], [None] * 3
+    assert all(row.routed_experts is None for row in engine._sample(prompts, none, Sampling(8), [1, 2, 3], [8, 5, 2]))
+    engine.route_layers = model.route_layers
+    rows = engine._sample(prompts, none, Sampling(8), [1, 2, 3], [8, 5, 2])
+    assert len({len(row.token_ids) for row in rows}) > 1
+    for prompt, row in zip(prompts, rows):
+        model(input_ids=torch.tensor([[*prompt, *row.token_ids[:-1]]]))
+        assert row.routed_experts.shape == (len(prompt) + len(row.token_ids) - 1, 2, 2)
+        assert torch.equal(row.routed_experts.sort(-1).values, chosen_experts(model).sort(-1).values)
+
+
+def test_routes_come_from_a_server_and_survive_a_sync():
+    """A line as vllm_batches.py writes it, of vLLM's own classes and its encoding. vLLM on a CPU has no routes to
+    return (docs/moe.md). A response that a sync cuts keeps the routes by which its tokens were computed."""
+    skip_without_vllm()
+    from vllm import RequestOutput
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+
+    from lib.rollout.vllm_batches import _sample
+
+    layers, k = 3, 2
+    given = np.arange(2 * 9 * layers * k, dtype=np.uint8).reshape(2, 9, layers, k)
+
+    class Engine:
+        async def generate(self, prompt, params, name):
+            ids, first = [7, 8], len(prompt["prompt_token_ids"])
+            log_probs = FlatLogprobs()
+            for token in ids:
+                log_probs.append({token: SimpleNamespace(logprob=-1.0, rank=1, decoded_token=None)})
+            ended = "abort" if first == 3 else "length"
+            routes = given[int(first > 3), : first + 1]
+            out = CompletionOutput(0, "", ids, -2.0, log_probs, routed_experts=routes, finish_reason=ended)
+            yield RequestOutput(name, None, prompt["prompt_token_ids"], None, [out], True)
+
+    engine = ServerEngine.__new__(ServerEngine)
+    engine.own, engine.servers, engine._lost, engine._posted = None, SimpleNamespace(urls=["a"]), set(), set()
+    engine.max_length, engine.version, engine.tokenizer, engine.route_layers = 99, 0, None, (0, 2)
+
+    async def request(url, ids, settings, pictures):
+        line = json.dumps(await _sample(Engine(), {"id": "1", "prompt_token_ids": ids, "settings": {}}))
+        if len(ids) == 3:  # new weights come, and are there
+            engine._open.clear()
+            asyncio.get_running_loop().call_later(0.001, engine._open.set)
+        return answered(json.loads(line))
+
+    async def sample():
+        engine._open = asyncio.Event()
+        engine._open.set()
+        return await engine.sample([1, 2, 3], Sampling(4), 1, 0)
+
+    engine._request = request
+    row = asyncio.run(sample())
+    assert row.token_ids == [7, 8, 7, 8] and row.finish_reason == "length"
+    expected = np.concatenate([given[0, :4], given[1, 4:6]])[:, [0, 2]]
+    assert row.routed_experts.dtype == torch.int16 and (row.routed_experts.numpy() == expected).all()
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_with_r3_replays_its_record_to_the_bit(tmp_path, ranks):
+    """The engine's experts are in the record. The second run has no others, and would differ in its metrics."""
+    flags = [*MOE, *SMALL, "--routing-replay", "R3", "--num-mini-batches", "2", "--total-steps", "2", "--run-name"]
+    ran(fork("grpo", tmp_path, *flags, "a", "--record", str(tmp_path / "record"), ranks=ranks))
+    ran(fork("grpo", tmp_path, *flags, "b", "--replay", str(tmp_path / "record"), ranks=ranks))
+    first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
+    assert first == second and len(first) == 2
+    assert all(0 <= row["router/differing_experts"] < 0.1 and row["router/load_max"] >= 1 for row in first)
+    assert all(0 < row["router/entropy"] < np.log(8) for row in first)
+
+
+def test_r2_replays_the_pass_before_the_update(tmp_path):
+    """Before the first update nothing differs, so that with a learning rate of 0 no expert does and the ratio is 1."""
+    flags = [*MOE, *SMALL, "--routing-replay", "R2", "--lr", "0", "--total-steps", "1", "--run-name", "a"]
+    ran(fork("grpo", tmp_path, *flags))
+    [row] = metrics(tmp_path / "a")
+    assert row["router/differing_experts"] == 0 and abs(row["actor/ppo_kl"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["R3", "--multi-turn.tools", "calculator"], "--routing-replay R3: the experts of an episode's turns"),
+        (["R2", "--old-log-probs", "rollout"], "the forward pass that --routing-replay R2 needs"),
+    ],
+)
+def test_flags_that_do_not_go_with_a_replay(flags, why):
+    with pytest.raises(InputError, match=why):
+        parse_flags(grpo.Args, [*MOE, "--routing-replay", *flags])
+
+
+def test_a_model_whose_routers_are_not_known_is_rejected():
+    with pytest.raises(InputError, match="of type llama, it knows those of deepseek_v3, glm4_moe, gpt_oss, mixtral"):
+        check_routing_replay(TOY_MODEL)
+
+
+# ---- the embedded mixture ------------------------------------------------------------------------
+
+
+def test_the_embedded_mixture_is_the_generators_and_uses_its_experts(tmp_path):
+    tokenizer = make_tokenizer()
+    model, config = load_model(MODEL), make_mixtral(tokenizer, 128).config
+    assert 5e5 < sum(p.numel() for p in model.parameters()) < 1e6
+    assert {name: getattr(model.config, name) for name in SIZES} == {name: getattr(config, name) for name in SIZES}
+    tokenizer.save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == (toy_moe.FOLDER / "model/tokenizer.json").read_text()
+    prompts = [f"<|im_start|>user\n{a}+285<|im_end|>\n<|im_start|>assistant\n" for a in range(137, 987, 50)]
+    model(input_ids=torch.tensor(tokenizer(prompts)["input_ids"]))
+    used = [chosen_experts(model)[:, layer].unique().numel() for layer in range(2)]
+    assert min(used) >= 6  # of 8
+
+
+def test_routes_of_responses_in_flight_survive_a_checkpoint(tmp_path):
+    routes = torch.arange(12, dtype=torch.int16).view(3, 2, 2)
+    row = Generated([5, 6], [-1.0, -2.0], "abort", [0, 0], routes)
+    rows = DataProto.from_dict(non_tensors={"partial": [asdict(row)], ROUTES: routes_column([routes])})
+    rows.save_to_disk(tmp_path / "rows")
+    loaded = DataProto.load_from_disk(tmp_path / "rows").non_tensor_batch
+    assert torch.equal(Generated(**loaded["partial"][0]).routed_experts, routes)
+    assert torch.equal(loaded[ROUTES][0], routes) and loaded[ROUTES][0].dtype == torch.int16
