@@ -30,11 +30,12 @@ from lib.model.roofline import H100, Kernel, Peaks, Speed, fuse, predict, second
 from lib.model.trace import Trace, replaced
 from lib.model.trained import RowIsolationCheck, TrainedModel
 from lib.model.update_checks import UpdateChecks
+from lib.model.vision import family_of, images_that_fill
 from lib.rollout import Rollouts
 from lib.rollout.replay import NoRecorder
 from lib.setup import Inputs
 
-MOMENTS = ("log-probs", "advantages", "forward", "loss", "backward", "last layer", "critic", "optimizer")
+MOMENTS = ("log-probs", "advantages", "forward", "loss", "backward", "last layer", "vision", "critic", "optimizer")
 
 
 class _Updated(Exception):
@@ -256,7 +257,15 @@ class _Step:
                 hidden.register_hook(lambda _: to("last layer"))
 
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        decoder.register_forward_pre_hook(lambda *_: to("forward"))
+
+        def tower_goes_back(_: Any, args: Any, given: dict) -> None:
+            to("forward")
+            if (embeds := given.get("inputs_embeds")) is not None and embeds.requires_grad:
+                embeds.register_hook(lambda _: to("vision"))
+
+        decoder.register_forward_pre_hook(tower_goes_back, with_kwargs=True)
+        if (family := family_of(model.config)) is not None:
+            model.get_submodule(family.tower).register_forward_pre_hook(lambda *_: to("forward"))
         decoder.register_forward_hook(ends)
         layers[0].register_forward_hook(first_layer_ends)
         if not critic:
@@ -282,8 +291,14 @@ class _Step:
         tensors |= {"rollout_log_probs": torch.zeros(rows, T)}
         if args.rollout.async_level:
             tensors["weight_versions"] = torch.zeros(rows, T, dtype=torch.long)
+        objects: dict[str, list] = {"uid": [f"0-{n}" for n in number.tolist()], "finish_reason": ["stop"] * rows}
+        if family_of((model := self.sharded[0]).config) is not None:
+            images, count = images_that_fill(model, P - 2, args.data.max_pixels)
+            tensors["multi_modal_hash"] = number
+            for name in ("prompts", "input_ids"):
+                tensors[name][:, 1 : 1 + count] = model.config.image_token_id
+            objects["multi_modal_inputs"] = [images] * rows
         tensors = {name: x.to(self.device) for name, x in tensors.items()}
-        objects = {"uid": [f"0-{n}" for n in number.tolist()], "finish_reason": ["stop"] * rows}
         return DataProto.from_dict(tensors, {name: np.array(x, dtype=object) for name, x in objects.items()})
 
 

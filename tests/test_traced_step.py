@@ -16,19 +16,27 @@ from lib import InputError
 from lib.args import step_sizes
 from lib.distributed import current_stage
 from lib.model.trace import Trace
+from lib.model.vision import images_that_fill
 from lib.traced_step import check_traceable, rows_of_trace
-from tests.common import FORKSERVER, ROOT, TOY_MODEL, parse_flags, rollout_batch
+from tests.common import FORKSERVER, ROOT, TOY_MODEL, parse_flags, rollout_batch, tiny_vision
 from tests.gpu import strict
 from tests.gpu.test_strict import COUNTS, MINI_BATCH, NORM
 
 # three layers of public models, with a vocabulary that does not outweigh them
 SMALL = {"num_hidden_layers": 3, "vocab_size": 32768}
+SMALL_VISION = {"depth": 3, "fullatt_block_indexes": [0, 1, 2]}  # a trace of windows takes long
+IDS = {"image_token_id": 4, "video_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7}
+# the estimate takes all tokens of a micro-batch for those of images, so prompts are nearly all of it
+IMAGES = ("--max-prompt-length", "1984", "--max-response-length", "32", "--micro-batch-tokens", "2048")
+IMAGES += ("--group-size", "2", "--max-pixels", "400000")
 SIZES = ("--max-prompt-length", "256", "--max-response-length", "1024", "--micro-batch-tokens", "4096")
 CASES = {  # script, shape, tied, ranks, flags
     "whole gradients": ("grpo", "qwen2.5-1.5b", True, 8, ()),
     "checkpointing": ("grpo", "qwen2.5-7b", False, 16, ("--gradient-checkpointing", "--reduce-each-micro-batch")),
     "LoRA": ("grpo", "qwen2.5-1.5b", False, 1, ("--lora-rank", "16", "--rollout-engine", "http://host:1")),
     "critic": ("ppo", "qwen2.5-1.5b", True, 8, ("--prompts-per-step", "512")),
+    "images": ("grpo", "qwen2.5-vl-3b", True, 8, IMAGES),
+    "images, checkpointing": ("grpo", "qwen2.5-vl-3b", True, 8, (*IMAGES, "--gradient-checkpointing")),
 }
 OWN_LOSS = ("losses = torch.maximum(unclipped, clipped)", "losses = torch.maximum(unclipped, clipped).tan()")
 
@@ -97,16 +105,25 @@ def test_the_estimate_agrees_with_the_trace(child, case, tmp_path):
     """Within 5 % at each moment, or 64 MiB: what single tensors take that the estimate leaves out."""
     script, shape, tied, ranks, flags = CASES[case]
     config = json.loads((ROOT / f"benchmarks/shapes/{shape}.json").read_text())
-    config |= SMALL | {"tie_word_embeddings": tied}
+    images = "vision_config" in config
+    config["tie_word_embeddings"] = tied
+    config.get("text_config", config).update(SMALL)
+    if images:
+        config |= IDS
+        config["vision_config"] |= SMALL_VISION
     result = child.submit(trace, script, config, str(tmp_path), "--dry-run", str(ranks), *flags).result()
     moments = {"advantages", "loss", "backward", "last layer", "optimizer"}
     moments |= {"log-probs", "critic"} if script == "ppo" else set()
+    if images:  # at the loss the estimate has logits of all tokens, the trace of 64
+        moments = moments - {"loss"} | {"vision"}
     assert moments <= result["traced"].keys() & result["estimated"].keys()
     for moment in moments:
         traced, estimated = (sum(result[name][moment].values()) for name in ("traced", "estimated"))
         assert abs(estimated - traced) <= max(0.05 * traced, 64 << 20), (moment, traced, estimated, result)
     models = 2 if script == "ppo" else 1
     # the host waits once a mini-batch, as on the strict device; here both counts are reads of their own
+    if images:  # transformers' tower reads the images' sizes on the host, and its kernels are short
+        return
     assert result["waits"] == MINI_BATCH | {COUNTS: 2 * models, NORM: models}
     update, log_probs = result["s"]
     assert 0 < log_probs < update / 2 and 0 < result["speed"].mfu < 1
@@ -184,6 +201,18 @@ def test_a_pass_without_gradients_gives_the_whole_weights_back(world):
     model = shard_model(load_model(TOY_MODEL), make_mesh(world), torch.float32)
     batched_log_probs(model, rollout_batch([4, 3], [5, 6]), 1.0, 64)
     assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "n", "tokens"), [("qwen2_5_vl", 4, 100), ("idefics3", 25, 100), ("gemma3", 25, 100)])
+def test_images_fill_a_prompt(kind, n, tokens):
+    """Of 101 tokens. Qwen's images have at most 27 tokens of 8 x 8 pixels, the others' 4."""
+    with torch.device("meta"):
+        model = tiny_vision(kind)
+    inputs, count = images_that_fill(model, 101, 27 * 64)
+    images = inputs["image_grid_thw"] if kind.startswith("qwen") else inputs["pixel_values"].flatten(0, -4)
+    assert (len(images), count) == (n, tokens)
+    if kind.startswith("qwen"):
+        assert images.prod(1).sum() == len(inputs["pixel_values"]) and images.prod(1).max() * 16 <= 27 * 64
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
                       rollout (hf engine) c P. One rank needs no buffers
     activations       what autograd keeps of one micro-batch; with gradient checkpointing, the inputs of the layers
     images            of a vision model: what autograd keeps of the tower, if it trains, for as many image tokens as
-                      prompts have at most. By a formula, as the next two
+                      prompts have at most: a block of the tower is measured, the projector is a formula
     work              what operators need besides. log-probs: a layer's forward. loss: chunks of logits, and the
                       head's gradient in fp32. backward: a layer, recomputed if it is checkpointed, and its gradients.
                       rollout: four copies of (rows, vocabulary). optimizer: none, AdamW is fused. vision: a layer of
@@ -32,6 +32,7 @@ meta device, where attention keeps what a flash kernel keeps. HEADROOM is left f
 memory that the allocator cannot use again. With LoRA only adapters have gradients and Adam. What is offloaded counts in
 the moment "host", which is the host's memory."""
 
+import inspect
 import math
 import sys
 import weakref
@@ -447,21 +448,43 @@ class TowerCosts(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokens: int, gradient_checkpointing: bool = False) -> "TowerCosts":
-        """tokens: of images. A linear layer keeps its input, a block also its own, both norms' and the attention's
-        outputs; the projector keeps its linear layers' outputs."""
+        """tokens: of images. A block is measured; the projector keeps what its linear layers take and give."""
         family = family_of(model.config)
         if family is None:
             return cls(0, 0)
-        size = model.dtype.itemsize * tokens * patches_per_feature(model.config)
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        patches, size = tokens * patches_per_feature(model.config), model.dtype.itemsize
         blocks = [module for module in model.modules() if type(module).__name__ in family.blocks]
-        width, linear = model.config.vision_config.hidden_size, torch.nn.Linear
-        of_block = sum(layer.in_features for layer in blocks[0].modules() if isinstance(layer, linear)) + 4 * width
+        of_block, peak = _block_costs(model, blocks[0], patches)
+        checkpoint = size * patches * model.config.vision_config.hidden_size
+        kept = len(blocks) * (checkpoint if gradient_checkpointing else of_block)
         projectors = [model.get_submodule(path) for path in family.projector]
-        layers = [layer for projector in projectors for layer in projector.modules() if isinstance(layer, linear)]
-        kept = len(blocks) * (width if gradient_checkpointing else of_block)
-        kept += sum(layer.in_features + layer.out_features for layer in layers) // patches_per_feature(model.config)
-        return cls(size * kept if trained.intersection(vision_names(model, "tower")) else 0, 2 * size * of_block)
+        layers = [layer for projector in projectors for layer in projector.modules()]
+        linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
+        kept += size * tokens * sum(layer.in_features + layer.out_features for layer in linear)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        trains = trained.intersection(vision_names(model, "tower"))
+        return cls(kept if trains else 0, peak if gradient_checkpointing else peak - of_block)
+
+
+@lru_cache(16)
+def _block_costs(model: PreTrainedModel, block: torch.nn.Module, patches: int) -> tuple[int, int]:
+    """Bytes of a block of the tower: (what autograd keeps, the peak until the end of the backward pass)."""
+    config, takes = model.config.vision_config, inspect.signature(block.forward).parameters
+    with torch.device("meta"), LiveBytes(model) as live:
+        if "cu_seqlens" in takes:  # Qwen: the images in one row
+            heads = torch.empty(patches, config.hidden_size // config.num_heads)
+            one_image = torch.tensor([0, patches], dtype=torch.int32, device="cpu")
+            given: dict[str, Any] = {"cu_seqlens": one_image, "position_embeddings": (heads, heads)}
+            x = torch.empty(patches, config.hidden_size, dtype=model.dtype, requires_grad=True)
+        else:
+            given = {"attention_mask": None}
+            x = torch.empty(1, patches, config.hidden_size, dtype=model.dtype, requires_grad=True)
+        before = live.now
+        out = block(x, **given)
+        kept = live.now - before
+        out.sum().backward()
+    model.zero_grad()
+    return kept, live.peak - before
 
 
 @lru_cache(16)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 LAUNCH_S = 4e-6
@@ -50,9 +51,9 @@ PICKS = ("embedding", "index_select", "index", "gather")  # they read as much as
 WRITES = ("copy_", "zero_", "fill_")  # they do not read what they write
 
 
-def kernel(func: Any, args: tuple, kwargs: dict, inputs: list, outputs: list, value: Callable) -> tuple | None:
+def kernel(func: Any, args: tuple, kwargs: dict, inputs: list, out: Any, value: Callable) -> tuple | None:
     """(name, kind, bytes, FLOPs) of an operation; None if it launches nothing. value: of a tensor."""
-    name = func._opname
+    name, outputs = func._opname, [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
     if name.startswith(NOTHING) or func.namespace in ("prim", "profiler") or _is_view(func):
         return None
     if func.namespace in ("c10d", "_c10d_functional"):
@@ -68,7 +69,7 @@ def kernel(func: Any, args: tuple, kwargs: dict, inputs: list, outputs: list, va
         return name, "attention backward" if backward else "attention", size, flops
     if (formula := flop_registry.get(func._overloadpacket)) is not None:
         kwargs = {k: v for k, v in kwargs.items() if k != "out"}
-        return name, "products", size, float(formula(*args, **kwargs, out_val=outputs[0]))
+        return name, "products", size, float(formula(*args, **kwargs, out_val=out))
     return name, "memory", size, 0.0
 
 

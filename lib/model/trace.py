@@ -211,8 +211,8 @@ class Trace(TorchDispatchMode):
         self._keep(("triton", "memory", sum(x.numel() * x.itemsize for x in tensors), 0.0), tensors, tensors)
 
     def _note(self, func, args, kwargs, inputs: list[torch.Tensor], out: Any) -> None:
-        outputs = list(tensors_in([out]))
-        self._keep(kernel(func, args, kwargs, inputs, outputs, self._value), inputs, outputs)
+        found = kernel(func, args, kwargs, inputs, out, self._value)
+        self._keep(found, inputs, list(tensors_in([out])))
 
     def _keep(self, found: tuple | None, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         if found is not None:

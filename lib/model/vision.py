@@ -3,6 +3,7 @@ has expanded each image's placeholder to as many tokens as the image has feature
 So the decoder only ever gets embeddings, and rows are packed and prompts shared as in a text model."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -197,6 +198,27 @@ def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
     size = config.image_size
     image = torch.ones(*[1] * family_of(model.config).join, 1, config.num_channels, size, size)
     return {values: image, **{name: torch.ones(*image.shape[:-3], size, size, dtype=torch.long) for name in more}}
+
+
+def images_that_fill(model: PreTrainedModel, tokens: int, max_pixels: int) -> tuple[dict[str, torch.Tensor], int]:
+    """(multi_modal_inputs of the fewest images, of at most `max_pixels` where the model takes any size, that fill a
+    prompt of so many tokens but for a few; how many tokens these have). ({}, 0) if none fits."""
+    if tokens < 1:
+        return {}, 0
+    kind, config = _kinds(model)["image"], model.config.vision_config
+    inputs, join = _dummy(model, kind), family_of(model.config).join
+    values, *more = kind.inputs
+    if not (more and more[0].endswith("_grid_thw")):
+        of_each = (config.image_size // config.patch_size) ** 2 // patches_per_feature(model.config)
+        n = tokens // of_each
+        return ({name: torch.cat([x] * n, join) for name, x in inputs.items()}, n * of_each) if n else ({}, 0)
+    size = config.spatial_merge_size
+    n = -(-tokens // max(max_pixels // (size * config.patch_size) ** 2, 1))
+    side = math.isqrt(tokens // n)
+    height = max(range(side // 2 + 1, side + 1), key=lambda h: tokens // n // h * h)
+    grid = torch.tensor([[1, size * height, size * (tokens // n // height)]] * n)
+    patches = int(grid.prod(1).sum())
+    return {values: inputs[values][:1].repeat(patches, 1), more[0]: grid}, patches // patches_per_feature(model.config)
 
 
 # ---- the forward ---------------------------------------------------------------------------------

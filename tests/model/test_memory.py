@@ -450,7 +450,8 @@ def stored_by_vision(world, path):
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
 def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(tmp_path, kind):
-    """The tower's is a formula: from 6 % too low to 50 % too high where it was measured."""
+    """The tower's blocks are measured, its projector is a formula: 5 % too low to 35 % too high, in towers of three
+    small layers on a CPU."""
     tiny_vision(kind, tmp_path)
     path, images = str(tmp_path), 64
     tokens = sum(vision_inputs(kind, images, 1)[1])
@@ -474,7 +475,7 @@ def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(tmp_path, 
             model.zero_grad()
 
         ratio = (moments["vision"]["images"] + moments["vision"]["work"]) / allocated(encode)
-        assert 0.8 <= ratio <= 2, (ratio, checkpointing)
+        assert 0.9 <= ratio <= 1.5, (ratio, checkpointing)
     assert moments["optimizer"]["weights"] == run_ranks(2, stored_by_vision, path)[0]
     for how in ({"lora_rank": 2}, {"freeze_pattern": "tower"}):  # the tower does not train
         assert "vision" not in estimate_memory(
