@@ -188,7 +188,7 @@ class Batch:
             dtype=str(dtype).removeprefix("torch."),
             kernels="trainer",
             batch="together",
-            routing="recorded" if getattr(self.args.model, "routing_replay", "none") == "R3" else "own",
+            routing="recorded" if self.args.model.routing_replay == "R3" else "own",
             weights=self.version,
             sampling=self.args.rollout.sampling(),
             tokens="sampled",
@@ -206,7 +206,6 @@ class Batch:
         return replace(
             self.trainer,
             kernels=kernels,
-            routing="own",
             weights=None if "weight_versions" in self.batch.batch else self.version,
             lora="merged" if merged else "apart",
             kv_cache=str(more.get("kv_cache_dtype", "auto")),
@@ -473,8 +472,8 @@ def agreeing(name: str, engine: Setting, trainer: Setting) -> tuple[Setting, Set
         return replace(engine, batch="alone"), replace(trainer, batch="alone")
     if name == "dtype" and not engine.dtype == trainer.dtype == "float32":
         return replace(engine, dtype="float32", quantization=None), replace(trainer, dtype="float32")
-    if name == "routing" and "recorded" not in (engine.routing, trainer.routing):
-        return engine, replace(trainer, routing="recorded")
+    if name == "routing" and trainer.routing == "own":
+        return engine, replace(trainer, routing="recorded")  # which are the engine's
     if getattr(engine, name) == getattr(trainer, name):
         return None
     return replace(engine, **{name: getattr(trainer, name)}), trainer

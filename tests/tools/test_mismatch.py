@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,11 +22,12 @@ from lib.manifest import entry, write_manifest
 from lib.model import add_lora, load_model, log_probs_of
 from lib.model.log_probs import _of_tokens
 from lib.sampling import Sampling
-from tests.common import TOY_MODEL, randomize_lora_b
+from tests.common import ROOT, TOY_MODEL, randomize_lora_b
 from tests.mutants.planting import run
 from tools import mismatch
 from tools.mismatch import Args, Batch, Gap
 
+MIXTURE = str(ROOT / "data/toy_moe/model")
 SIZES = ["--prompts-per-step", "4", "--group-size", "4", "--total-steps", "2", "--lr", "3e-3"]
 FILTERS = ["--temperature", "0.8", "--top-p", "0.95"]
 KERNELS = {"kernels", "batch composition"}  # of each other: a row alone has other kernels than many
@@ -197,6 +199,44 @@ def test_kernels_of_decoding(step, group):
         for name, attend in before.items():
             ALL_ATTENTION_FUNCTIONS.register(name, attend)
     check_claims(report, "kernels", at_least=0.95)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """The Batch of a step of a mixture of experts, with the experts that its engine took."""
+    folder, kept = tmp_path_factory.mktemp("mixture"), []
+    flags = ["--model", MIXTURE, "--routing-replay", "R3", "--run-name", "run", "--record", str(folder / "kept")]
+    run("grpo", folder, *SIZES, *flags, "--total-steps", "1", stop=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mismatch, "split", lambda batch, step: kept.append(batch))
+        mismatch.measure(Args(str(folder / "run/config.json"), str(folder / "kept")))
+    return kept[0]
+
+
+def test_experts_of_an_engine_that_routes_otherwise(mixture, group):
+    """Each token goes to the experts after those that the trainer's routers take."""
+    del mixture.trainer  # which takes them, by the flags
+    mixture.args.model.routing_replay = "none"
+    experts = mixture.batch.non_tensor_batch["routed_experts"]
+    for row in experts:
+        row.copy_(torch.where(row < 0, row, (row + 1) % 8))
+    model = AutoModelForCausalLM.from_pretrained(MIXTURE, attn_implementation="sdpa", dtype=torch.float32).eval()
+
+    def routed(router, recorded, hidden):
+        logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+        routes = logits.topk(2).indices
+        routes[: len(recorded)] = torch.where(recorded < 0, routes[: len(recorded)], recorded)
+        weights = logits.softmax(-1).gather(-1, routes)
+        return logits, weights / weights.sum(-1, keepdim=True), routes
+
+    def of(prompt, response, recorded):
+        for layer, block in enumerate(model.model.layers):
+            block.mlp.gate.forward = partial(routed, block.mlp.gate, recorded[:, layer].long())
+        return of_row(model, prompt, response, mixture.trainer.sampling)
+
+    report = planted(mixture, [*map(of, mixture.prompts, mixture.responses, experts)])
+    check_claims(report, "routing", at_least=0.99)
+    assert report.gap.mean > 0.01
 
 
 def test_merged_adapters_in_bfloat16(step, group):
