@@ -10,13 +10,14 @@ from benchmarks import pretrained
 from benchmarks.curves import ACCURACY, RESULTS
 
 CURVES = ("scripts_curve", "estimators_curve", "comparison", "multi_turn_curve", "turn_credit", "agent_learn")
-CURVES += ("compaction_curve", "vision_curve")
+CURVES += ("compaction_curve", "vision_curve", "moe_curve")
 TASKS = {  # of the model that a command names
     "data/toy/model": "Three-digit addition, where right samples are frequent",
     "data/toy_rare/model": "Three-digit addition, where right samples are rare",
     "data/toy_tools/model": "Products of five digits",
     "data/toy_list/model": "A list that is longer than the context",
     "data/toy_vision/model": "Counting shapes in an image",
+    "data/toy_moe/model": "Three-digit addition, by a mixture of experts",
 }
 SUMS = TASKS["data/toy/model"]
 PRETRAINED = "SmolLM2-135M-Instruct on sums and differences"
@@ -52,7 +53,7 @@ def rows() -> Iterator[Row]:
         for setting, record in load(name).items():
             runs = record["runs"]
             curves = [run["curves"].get(ACCURACY) or run["curves"]["accuracy"] for run in runs]
-            seconds = [run["cpu_seconds"] for run in runs]
+            seconds = [run["cpu_seconds"] for run in runs if "cpu_seconds" in run]
             seeds = [run["seed"] for run in runs]
             script, task = script_of(record["command"]), task_of(record["command"])
             yield Row(task, script, setting, seeds, curves, seconds, record["commit"], f"{name}.json")

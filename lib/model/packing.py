@@ -214,7 +214,8 @@ def _response_inputs(
     token, place = tree.token, tree.place  # (N,), (B * L,)
     rope = rope.transpose(0, 1).flatten(1)[:, token]  # (1, N), with mrope (3, N)
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": rope if len(rope) == 1 else rope[:, None]}
-    select = place[target // T * L + L - T - 1 + target % T]  # a token is predicted one place to its left
+    # a token is predicted one place to its left; a mask with padding in it is found by the step's checks, not here
+    select = place[target // T * L + L - T - 1 + target % T].clamp(min=0)
     if not padding_free:
         [places], back = sequence_rows(tree, one_size=True)
         positions = rope[:, places]

@@ -196,7 +196,7 @@ def test_a_wrong_kernel_is_found_in_the_first_batch_and_all_models_go_on_without
 ):
     path, batch = save("llama", tmp_path), batch_of_groups()
     policy, critic, packed = (load(path, attn_implementation=name) for name in ("varlen", "varlen", "packed_sdpa"))
-    forward_config = ForwardConfig(10_000, Sampling(8), None, torch.float32, [policy, critic])
+    forward_config = ForwardConfig(10_000, Sampling(8), None, torch.float32, modules=[policy, critic])
     monkeypatch.setitem(globals(), "heads", as_one_sequence)
     Reference(policy, forward_config).check_rows(batch)
     said = capsys.readouterr().out
