@@ -24,11 +24,11 @@ $(VENV)/.ready: requirements-gpu.txt requirements-cpu.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if [ -n "$(GPU)" ]; then \
 		echo "installing for a GPU (requirements-gpu.txt)"; \
-		$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-gpu.txt; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r requirements-gpu.txt; \
 	else \
 		echo "installing for a CPU (requirements-cpu.txt), about two minutes"; \
-		$(BIN)/python -m pip install -q --disable-pip-version-check torch==2.13.0 && \
-		$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-cpu.txt; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 && \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r requirements-cpu.txt; \
 	fi
 	@touch $@
 

@@ -59,7 +59,7 @@ def test_the_parts_run(tmp_path):
         "update": "tokens/s",
         "memory": "GiB, estimate",
         "rollout": "hf, qwen2.5-0.5b, 4 rows: ",
-        "stages": "update 0.",
+        "stages": ", update ",
         "failed": "none",
     }.items():
         assert text in summary[name]
