@@ -11,7 +11,6 @@ mini-batch.
 
 import contextlib
 import copy
-import io
 import json
 import math
 import shlex
@@ -25,7 +24,6 @@ from typing import Annotated, Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import tyro
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -34,7 +32,7 @@ from lib import InputError, setup
 from lib.cli.process import command_line
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor
-from tools.oracle import ROOT, load_script, parse_one_line
+from tools.oracle import ROOT, load_script, parse_one_line, run_quietly
 from tools.page.lens import most_apart
 
 RECORDED = "as recorded"
@@ -247,19 +245,8 @@ def replay(args: Args) -> list[dict[str, Any]]:
             if other.kl_coef and not own.kl_coef:
                 raise InputError(f"{name}: the replay has no reference model: add --flags '--kl-coef 1e-9'")
         lens = Lens(script, choices, args.steps, args.tokens, AutoTokenizer.from_pretrained(own.model.model))
-        try:
-            with (
-                lens.in_place(),
-                mock.patch("lib.run.tracking.Tracker.curve"),
-                mock.patch("lib.run.run.write_start"),  # it lists all installed packages
-                mock.patch("atexit.register"),  # a tracker that is not closed would draw at the end
-                contextlib.redirect_stdout(io.StringIO()),
-                contextlib.suppress(_Replayed),
-            ):
-                script.main(own)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        with lens.in_place():
+            run_quietly(script, own, _Replayed)
     return lens.updates
 
 

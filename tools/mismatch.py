@@ -11,7 +11,6 @@ is unexplained. See docs/mismatch.md.
 """
 
 import contextlib
-import io
 import json
 import shlex
 import subprocess
@@ -25,7 +24,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor
@@ -43,7 +41,7 @@ from lib.rollout import Rollouts
 from lib.rollout.hf_engine import GroupLayer, HFEngine
 from lib.run.run_config import read_json
 from lib.sampling import Sampling
-from tools.oracle import ROOT, load_script, parse_one_line
+from tools.oracle import ROOT, load_script, parse_one_line, run_quietly
 
 VERSIONS = 4  # of the weights that are kept: those of the step and of three updates before
 REPRODUCED = 0.1  # of the gap: if the engine's log-probs are found up to this, no other setting is tried
@@ -612,20 +610,8 @@ def _look(script: Any, args: Any, step: int, replayed: bool, folder: Path) -> Re
             of_batch.close()
         raise _Taken
 
-    try:
-        with (
-            mock.patch.object(Rollouts, "sync", keep),
-            mock.patch.object(Rollouts, "balanced", look),
-            mock.patch("lib.run.tracking.Tracker.curve"),
-            mock.patch("lib.run.run.write_start"),  # it lists all installed packages
-            mock.patch("atexit.register"),  # a tracker that is not closed would draw at the end
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.suppress(_Taken),
-        ):
-            script.main(args)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with mock.patch.object(Rollouts, "sync", keep), mock.patch.object(Rollouts, "balanced", look):
+        run_quietly(script, args, _Taken)
     if not reports:
         raise InputError("the script ended before its first log-probs: is it a training run?")
     return reports[0]

@@ -360,6 +360,22 @@ def parse_one_line(script: ModuleType, words: list[str]) -> Any:
         raise InputError(f"{script.__name__}.py: {' '.join(text)}") from error
 
 
+def run_quietly(script: ModuleType, args: Any, end: type[Exception]) -> None:
+    """The script's main, without what it prints, draws and records of its start, until it is over or raises `end`."""
+    try:
+        with (
+            mock.patch("lib.run.tracking.Tracker.curve"),
+            mock.patch("lib.run.run.write_start"),  # it lists all installed packages
+            mock.patch("atexit.register"),  # a tracker that is not closed would draw at the end
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.suppress(end),
+        ):
+            script.main(args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def _one_micro_batch(mini_batch: DataProto, *models: Any) -> list:
     return [(mini_batch, torch.arange(len(mini_batch)))]
 
