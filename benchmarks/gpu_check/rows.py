@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent.parent
 Part = Literal[
-    *("hardware", "numerics", "update", "memory", "scripts", "stages"),
+    *("hardware", "numerics", "update", "fused", "memory", "scripts", "stages"),
     *("vllm_engine", "attention", "log_probs", "ranks", "saves"),
 ]
 

@@ -151,9 +151,9 @@ def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
         setup.use_batch_invariant_kernels(torch.device("cpu"))
     assert "VLLM_BATCH_INVARIANT" not in os.environ
     monkeypatch.setattr(setup, "has_flash_attention", lambda device, dtype: True)
-    monkeypatch.setattr(inductor, "batch_invariant", False, raising=False)
-    setup.use_batch_invariant_kernels(torch.device("meta"))
-    assert os.environ.pop("VLLM_BATCH_INVARIANT") == "1" and inductor.batch_invariant
+    with inductor.patch(batch_invariant=False):  # monkeypatch would hide the setting from later tests
+        setup.use_batch_invariant_kernels(torch.device("meta"))
+        assert os.environ.pop("VLLM_BATCH_INVARIANT") == "1" and inductor.batch_invariant
 
 
 def test_lora_needs_no_correction_where_the_engine_gets_the_adapter():

@@ -1,0 +1,85 @@
+"""Part `fused`: forward and backward at 1.5B as docs/gpu.md predicts it: by default, --compile, --use-liger-kernel."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from benchmarks.gpu_check.common import backward, equal_rows, random_model, shape, sharded
+from benchmarks.gpu_check.measure import peak_bytes, peak_flops, seconds_of
+from benchmarks.gpu_check.rows import Options, attempt, row, skipped
+from benchmarks.gpu_check.update import update_flops
+from lib.data_proto import DataProto
+from lib.model import compile_layers, use_liger_kernel
+from lib.model.memory import shard_numel
+
+FLAGS: dict[str, Callable[[PreTrainedModel, torch.device], None]] = {
+    "varlen": lambda model, device: None,
+    "varlen, --compile": lambda model, device: compile_layers(model),
+    "varlen, --use-liger-kernel": use_liger_kernel,
+}
+
+
+def check(options: Options, device: torch.device) -> Iterator[dict]:
+    for flags, change in FLAGS.items():
+        label = f"qwen2.5-1.5b, {flags}"
+        if device.type == "cpu":
+            yield skipped(label, "needs a GPU")
+        elif "liger" in flags and not find_spec("liger_kernel"):
+            yield skipped(label, "liger-kernel is not installed")
+        else:
+            yield from attempt(label, partial(speed, shape(options, "qwen2.5-1.5b"), device, label, change))
+            yield from attempt(label, partial(launches, shape(options, "qwen2.5-1.5b"), device, label, change))
+
+
+def changed(path: str, device: torch.device, change: Callable, **config) -> PreTrainedModel:
+    model = random_model(path, device, **config)
+    model.config._attn_implementation = "varlen"
+    change(model, device)
+    return model
+
+
+def step(model: PreTrainedModel, batch: DataProto) -> None:
+    backward(model, batch)
+    model.zero_grad()
+
+
+def speed(path: str, device: torch.device, label: str, change: Callable) -> Iterator[dict]:
+    """Of 8 rows of 1024 tokens, without checkpointing."""
+    model = changed(path, device, change)
+    numel = shard_numel(list(model.parameters()), 1)
+    run = partial(step, sharded(model), equal_rows(8192, 8, model, device))
+    seconds = seconds_of(run, 5)
+    said = f"{label}: {8192 / seconds:,.0f} tokens/s forward and backward"
+    if peak := peak_flops(device):
+        mfu = update_flops(model, numel, [1024] * 8) / seconds / peak
+        yield row(f"{label}: MFU of forward and backward", mfu, "")
+        said += f", MFU {mfu:.2f}"
+    yield row(f"{label}: forward and backward", 1e3 * seconds, "ms", summary={"update": said})
+    yield row(f"{label}: peak of forward and backward", peak_bytes(run, device) / 2**30, "GiB")
+
+
+def launches(path: str, device: torch.device, label: str, change: Callable) -> Iterator[dict]:
+    """Of a layer: the difference of four layers and two, with weights in bf16 and without FSDP's own copies."""
+    model = changed(path, device, change, num_hidden_layers=4)
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16)
+    batch, counts = equal_rows(8192, 8, model, device), {}
+    for layers in (4, 2):
+        model.config.num_hidden_layers = layers
+        step(model, batch)
+        counts[layers] = kernels_of(partial(step, model, batch))
+    yield row(f"{label}: launches of a layer", (counts[4] - counts[2]) / 2, "", of_all=counts)
+
+
+def kernels_of(fn: Callable[[], object]) -> int:
+    """How many the GPU runs; the driver's copies and fills are not among them."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        fn()
+        torch.cuda.synchronize()
+    events = [e for e in recorded.events() if e.device_type == DeviceType.CUDA]
+    return sum(not e.name.startswith(("Memcpy", "Memset")) for e in events)
