@@ -17,6 +17,8 @@ from lib.data_proto import DataProto
 from lib.model import compile_layers, use_liger_kernel
 from lib.model.memory import shard_numel
 
+MOST = 30  # kernels that are listed
+
 FLAGS: dict[str, Callable[[PreTrainedModel, torch.device], None]] = {
     "varlen": lambda model, device: None,
     "varlen, --compile": lambda model, device: compile_layers(model),
@@ -68,18 +70,26 @@ def launches(path: str, device: torch.device, label: str, change: Callable) -> I
     model = changed(path, device, change, num_hidden_layers=4)
     for p in model.parameters():
         p.data = p.data.to(torch.bfloat16)
-    batch, counts = equal_rows(8192, 8, model, device), {}
+    batch, kernels = equal_rows(8192, 8, model, device), {}
     for layers in (4, 2):
         model.config.num_hidden_layers = layers
         step(model, batch)
-        counts[layers] = kernels_of(partial(step, model, batch))
+        kernels[layers] = kernels_of(partial(step, model, batch))
+    counts = {layers: sum(count for count, _ in of.values()) for layers, of in kernels.items()}
     yield row(f"{label}: launches of a layer", (counts[4] - counts[2]) / 2, "", of_all=counts)
+    longest = sorted(kernels[4].items(), key=lambda kernel: -kernel[1][1])[:MOST]
+    total = sum(ms for _, ms in kernels[4].values())
+    yield row(f"{label}: kernels of four layers, the head and the log-probs", total, "ms", longest=dict(longest))
 
 
-def kernels_of(fn: Callable[[], object]) -> int:
-    """How many the GPU runs; the driver's copies and fills are not among them."""
+def kernels_of(fn: Callable[[], object]) -> dict[str, tuple[int, float]]:
+    """(how often it runs, milliseconds) of each of the GPU's kernels, without the driver's copies and fills."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         fn()
         torch.cuda.synchronize()
-    events = [e for e in recorded.events() if e.device_type == DeviceType.CUDA]
-    return sum(not e.name.startswith(("Memcpy", "Memset")) for e in events)
+    found: dict[str, tuple[int, float]] = {}
+    for e in recorded.events():
+        if e.device_type == DeviceType.CUDA and not e.name.startswith(("Memcpy", "Memset")):
+            count, ms = found.get(e.name, (0, 0.0))
+            found[e.name] = count + 1, ms + e.time_range.elapsed_us() / 1000
+    return found

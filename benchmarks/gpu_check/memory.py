@@ -26,6 +26,9 @@ def check(options: Options, device: torch.device) -> Iterator[dict]:
 def one_model(
     options: Options, device: torch.device, name: str, label: str, checkpointing: bool, lora_rank: int
 ) -> Iterator[dict]:
+    if device.type == "cuda":
+        left = torch.cuda.memory_allocated() / GIB
+        yield row(f"{label}: memory of earlier rows", left, "GiB", left < 0.1)
     tokens, count = (256, 4) if options.tiny else (4096, 8)
     path, length = shape(options, name), tokens // count
     model = random_model(path, device, checkpointing)

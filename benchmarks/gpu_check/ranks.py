@@ -97,6 +97,7 @@ def run_ranks(size: int, options: Options, kind: str) -> dict:
 
 def on_rank(env: dict[str, str], kind: str, tiny: bool, out: Path) -> None:
     os.environ.update(env)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(env["WORLD_SIZE"])))  # not all cores for each
     try:
         result = work_of(kind, tiny)
     except Exception:  # noqa: BLE001  whatever it is, it is the result of this rank

@@ -1,5 +1,6 @@
 """The flags of the check, and the rows of its table. No import of lib: a machine without its packages gets its rows."""
 
+import gc
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -60,4 +61,5 @@ def attempt(check: str, rows: Callable[[], Iterable[dict]]) -> Iterator[dict]:
         yield row(f"{check} failed", None, "", False, error=traceback.format_exc()[-3000:])
         error.__traceback__ = None  # its frames hold tensors
     if torch.cuda.is_initialized():
+        gc.collect()  # a model may be in a cycle
         torch.cuda.empty_cache()

@@ -120,4 +120,4 @@ def gather_columns(batch: DataProto, *names: str) -> dict[str, torch.Tensor]:
     always = [name for name, column in COLUMNS.items() if column.gathered == "always" and name in batch.batch]
     whole = batch.select([*dict.fromkeys([*always, *names])], ["uid"]).all_gather()
     _, group = np.unique(whole.non_tensor_batch["uid"].astype(str), return_inverse=True)
-    return dict(whole.batch.items()) | {"group": torch.from_numpy(group).to(whole.batch.device)}
+    return {**whole.batch, "group": torch.from_numpy(group).to(whole.batch["response_mask"].device)}

@@ -55,7 +55,7 @@ class HFEngine(SteppedEngine):
                 places = torch.arange(len(ids), device=row.device)
                 logits = self._logits_with_images(row, torch.ones_like(row), [media], places)[0]
             else:
-                logits = self.model(input_ids=row).logits[0]
+                logits = self.model(input_ids=row, use_cache=False).logits[0]
         return logits.float().log_softmax(-1)[:-1].gather(-1, row[0, 1:, None])[:, 0].cpu()
 
     @contextmanager

@@ -5,6 +5,7 @@ Both compute with the CPU's kernels. Where they differ is attention, for which S
 fp32 that rounds log-probs of up to 10 differently by 1e-6, and a gradient of many terms by 1e-5 of its size."""
 
 import importlib
+import json
 import re
 from contextlib import ExitStack
 from functools import cache, partial
@@ -315,6 +316,26 @@ def test_checkpoint_and_export(here, tmp_path):
         exported.append(load_file(folder / "model/model.safetensors"))
     # Adam divides by the root of a gradient's square: where that is rounding only, a step of 1e-3 has another sign
     torch.testing.assert_close(exported[1], exported[0], rtol=1e-4, atol=1e-5)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["grpo", "ppo", "remax", "dapo"])
+def test_a_whole_run(world, name, tmp_path):
+    """From the set-up to the export, in bfloat16 with varlen as by default on a GPU: no operation has tensors of two
+    devices. The second run goes on from the first one's checkpoint."""
+    script = importlib.import_module(name)
+    flags = ["--output-dir", str(tmp_path), "--run-name", "run", "--save-every", "1", "--val-every", "2"]
+    flags += ["--no-val-before-train", "--reward-workers", "0", "--max-response-length", "4", "--resume", "auto"]
+    rows = (strict.ROOT / "data/toy/val.jsonl").read_text().splitlines(keepends=True)[:8]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    flags += ["--prompts-per-step", "4", "--train-files", str(tmp_path / "rows.jsonl"), "--val-files"]
+    flags += [str(tmp_path / "rows.jsonl"), "--config", str(strict.ROOT / "data/toy/preset.yaml")]
+    with patch.object(setup, "join", lambda args: world), patch.object(setup, "shard_model", placed), cpu_kernels():
+        for steps in ("1", "2"):
+            script.main(parse_flags(script.Args, [*flags, "--total-steps", steps]))
+    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert CALLS and [row["step"] for row in logged if "actor/loss" in row] == [1, 2]
+    assert (tmp_path / "run/model/model.safetensors").exists()
 
 
 def test_the_documentation_lists_the_places():
