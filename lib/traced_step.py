@@ -162,10 +162,9 @@ class _Step:
             after_backward(checks, factor)
 
         def with_logits(*args):
-            step.trace.compiled = True
-            out = of_logits(*args)
-            step.trace.compiled = False
-            return out
+            with step.trace.compiles() as results:
+                results.append(of_logits(*args))
+            return results[0]
 
         def stepped(model):
             step.phase = "optimizer"

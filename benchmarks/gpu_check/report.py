@@ -51,7 +51,7 @@ class Report:
     def end(self, part: str, seconds: float) -> None:
         self.seconds[part] = round(seconds, 1)
         print(f"{part}: {self.of_part(part)}", file=sys.stderr, flush=True)
-        self.write()  # what there is, if the next part takes the machine with it
+        self.write()
 
     @property
     def failed(self) -> list[str]:

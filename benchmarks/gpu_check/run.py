@@ -61,6 +61,7 @@ def main(options: Options) -> int:
                 try:
                     for r in part_in_a_process(part, options, left, method, report.log):
                         rows.append(r)
+                        report.write()  # what there is, if this or the next part takes the machine with it
                 except Exception as error:  # noqa: BLE001  such as a machine that starts no more processes
                     rows.append(row(f"{part} failed: {error}", None, "", False))
             report.end(part, time.monotonic() - began)

@@ -105,6 +105,7 @@ class LinearLogProbs(torch.autograd.Function):
             torch.mm(dz, weight, out=dh[s])
             if dw is not None:
                 dw += dz.T @ h[s]
+            del dz  # before the logits of the next chunk
         return dh, None if dw is None else dw.to(weight.dtype), *[None] * 5
 
 

@@ -37,21 +37,23 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
 from lib.distributed import trainable_parameters
+from lib.model import log_probs
 from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
-from lib.model.log_probs import token_log_probs
+from lib.model.trace import replaced
 from lib.model.values import token_values
 from lib.model.vision import family_of, patches_per_feature, vision_names
 
@@ -74,6 +76,7 @@ def estimate_memory(
     rows_a_prompt: int = 1,
     accumulation: Literal["none", "whole", "sharded"] = "whole",
     entropy_in_loss: bool = True,
+    compiled_log_probs: bool = True,
     gradient_checkpointing: bool = False,
     lora_rank: int = 0,
     frozen_dtype: torch.dtype = torch.float32,
@@ -94,14 +97,14 @@ def estimate_memory(
     micro_batch_tokens: tokens of one forward and backward, all taken for response tokens. rows: responses that one rank
     samples at once. mini_batch_rows: of them, those of an update; 0: all. rows_a_prompt: responses to a prompt that is
     computed once. accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last
-    one; "sharded": after each. entropy_in_loss: whether the loss has a gradient by the entropies. frozen_dtype: of
-    LoRA's base, reference and reward model. reference: a frozen copy of the policy; with LoRA the base is the reference
-    and there is no copy. cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
-    offload_activations: those of an update wait in the host's memory, except one layer's. engine_bytes: of a vLLM
-    engine while it is awake; 0: the hf engine; None: servers sample. engine_ranks: over which vLLM splits the model
-    (tensor parallel). scores_awake: the reward model runs while vLLM is awake. gathered_bytes: columns of the rows of
-    all ranks, which each rank holds while it computes advantages. of_trained: `lora_target_modules` and
-    `freeze_pattern` of `meta_model`. What is frozen stays fp32.
+    one; "sharded": after each. entropy_in_loss: whether the loss has a gradient by the entropies. compiled_log_probs:
+    as on a GPU. frozen_dtype: of LoRA's base, reference and reward model. reference: a frozen copy of the policy; with
+    LoRA the base is the reference and there is no copy. cpu_offload: weights, gradients and Adam in the host's memory
+    (FSDP2's CPUOffloadPolicy). offload_activations: those of an update wait in the host's memory, except one layer's.
+    engine_bytes: of a vLLM engine while it is awake; 0: the hf engine; None: servers sample. engine_ranks: over which
+    vLLM splits the model (tensor parallel). scores_awake: the reward model runs while vLLM is awake. gathered_bytes:
+    columns of the rows of all ranks, which each rank holds while it computes advantages. of_trained:
+    `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
 
     Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
@@ -156,7 +159,8 @@ def estimate_memory(
             groups, tower = FSDPGroups.of(network), TowerCosts.of(network, of_images)
             in_layers = {"gathered weights": groups.whole_in_forward(c, ranks)}
             in_layers["work"] = max(forward_peak(network, tokens, with_head=False), tower.work)
-            in_head = {"gathered weights": groups.whole_in_head(c, ranks), "work": forward_peak(network, tokens)}
+            in_head = {"gathered weights": groups.whole_in_head(c, ranks)}
+            in_head["work"] = forward_peak(network, tokens, compiled_log_probs=compiled_log_probs)
             at_start = {"gathered weights": groups.whole_at_start(c, ranks), "work": 0}
             moments[name] = max(at_start, in_layers, in_head, key=lambda parts: sum(parts.values()))
     if engine_bytes and scorer is not None and scores_awake:
@@ -165,7 +169,8 @@ def estimate_memory(
         moments["advantages"] = {"columns": gathered_bytes}
 
     # ---- update
-    groups, costs = FSDPGroups.of(actor), update_costs(actor, in_update, gradient_checkpointing, entropy_in_loss)
+    in_loss = entropy_in_loss, compiled_log_probs
+    groups, costs = FSDPGroups.of(actor), update_costs(actor, in_update, gradient_checkpointing, *in_loss)
     reduces = accumulation != "whole"
     in_backward, in_last = (
         {"gathered weights": groups.whole_in_backward(c, ranks, reduces, last)} for last in (False, True)
@@ -330,14 +335,26 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     return model.base_model if family_of(model.config) is None else model.get_decoder()
 
 
+def _log_probs(compiled: bool) -> AbstractContextManager:
+    """In this context log-probs allocate what they do if they are compiled: logits and results."""
+
+    def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
+        logits = torch.mm(h, weight.T)
+        with _disable_current_modes():
+            results = fn(logits, *args)
+        return tree_map_only(torch.Tensor, torch.clone, results)
+
+    return replaced(*[(log_probs, "with_logits", with_logits)] * compiled)
+
+
 def _forward(model: PreTrainedModel, tokens: int, entropy_in_loss: bool = True) -> torch.Tensor:
     """Runs one row of `tokens` through the model, as a micro-batch runs. Returns a scalar to differentiate."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
     inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": torch.empty(1, 1, 1, 1)}
     select = torch.arange(tokens)
     if hasattr(model, "token_log_probs"):
-        log_probs, entropy = token_log_probs(model, inputs, select, ids[0], temperature=1.0)
-        return (log_probs + entropy if entropy_in_loss else log_probs).sum()
+        logp, entropy = log_probs.token_log_probs(model, inputs, select, ids[0], temperature=1.0)
+        return (logp + entropy if entropy_in_loss else logp).sum()
     return token_values(model, inputs, select).sum()
 
 
@@ -367,11 +384,11 @@ def _kind(layer: torch.nn.Module) -> tuple:
 
 @lru_cache(16)
 @torch.no_grad()
-def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) -> int:
+def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True, compiled_log_probs: bool = True) -> int:
     """Peak bytes of a forward pass without gradients, without the weights."""
 
     def measure() -> tuple[int]:
-        with torch.device("meta"), LiveBytes(model) as live:
+        with torch.device("meta"), _log_probs(compiled_log_probs), LiveBytes(model) as live:
             if with_head:
                 _forward(model, tokens)
             else:
@@ -392,13 +409,18 @@ class UpdateCosts(NamedTuple):
 
 @lru_cache(16)
 def update_costs(
-    model: PreTrainedModel, tokens: int, gradient_checkpointing: bool, entropy_in_loss: bool = True
+    model: PreTrainedModel,
+    tokens: int,
+    gradient_checkpointing: bool,
+    entropy_in_loss: bool = True,
+    compiled_log_probs: bool = True,
 ) -> UpdateCosts:
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     measure = partial(_update_peaks, model, tokens, entropy_in_loss)
-    kept, loss, in_layers, in_last = _of_all_layers(model, measure)
+    with _log_probs(compiled_log_probs):
+        kept, loss, in_layers, in_last = _of_all_layers(model, measure)
     model.zero_grad()
     model.gradient_checkpointing_disable()
     return UpdateCosts(kept, loss - kept, max(in_layers - kept, 0), in_last)

@@ -162,10 +162,13 @@ NOT_PINNED = StagingOptions(
 )
 
 
-@cache
 def _pinned_stager() -> DefaultStager:
-    """Copies from a GPU into pinned memory are several times faster. It is kept, since pinning takes longer."""
+    """Copies from a GPU into pinned memory are several times faster."""
     return DefaultStager(replace(NOT_PINNED, use_pinned_memory=True, use_non_blocking_copy=True))
+
+
+if torch.__version__ >= "2.13":  # in torch 2.11 a stager copies once
+    _pinned_stager = cache(_pinned_stager)  # it is kept, since pinning takes longer than the copy
 
 
 def newest_complete(checkpoint_dir: Path) -> Path | None:
