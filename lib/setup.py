@@ -134,6 +134,9 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
         corrected = bool(correction) or loss_corrects or args.validation.val_only
         dtype = get_compute_dtype(args.model.compute_dtype, device)
         check_quantization(args.rollout.quantization, dtype, device, corrected)
+    if args.model.routing_replay == "R3" and args.rollout.starts_vllm and device.type == "cpu" and not args.run.dry_run:
+        why = "on a CPU vLLM does not return the experts"
+        raise InputError(f"--routing-replay R3 with --rollout-engine vllm: {why}: take --rollout-engine hf, or R2")
     return correction
 
 

@@ -16,7 +16,7 @@ import grpo
 from data import toy_moe
 from data.toy import make_tokenizer
 from data.toy_moe import make_mixtral
-from lib import InputError
+from lib import InputError, setup
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
@@ -290,6 +290,14 @@ def test_r2_replays_the_pass_before_the_update(tmp_path):
 def test_flags_that_do_not_go_with_a_replay(flags, why):
     with pytest.raises(InputError, match=why):
         parse_flags(grpo.Args, [*MOE, "--routing-replay", *flags])
+
+
+def test_vllm_returns_no_experts_on_a_cpu():
+    skip_without_vllm()
+    args = parse_flags(grpo.Args, [*MOE, "--routing-replay", "R3", "--rollout-engine", "vllm"])
+    setup.check_algorithm(args, torch.device("meta"))  # stands for a GPU
+    with pytest.raises(InputError, match="on a CPU vLLM does not return the experts: take --rollout-engine hf, or R2"):
+        setup.check_algorithm(args, torch.device("cpu"))
 
 
 def test_a_model_whose_routers_are_not_known_is_rejected():
