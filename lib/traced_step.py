@@ -22,6 +22,7 @@ from lib import InputError, setup
 from lib.args import ScriptArgs, Sizes, step_sizes, training_ranks
 from lib.data_proto import DataProto
 from lib.distributed import World, accelerator, current_stage
+from lib.distributed.device import VISIBLE
 from lib.distributed.fake_gpu import register_fake_gpu
 from lib.model import load, log_probs
 from lib.model.load import decoder_layers
@@ -84,7 +85,7 @@ def check_traceable(args: ScriptArgs) -> None:
     if found := [what for what, given in untraced.items() if given]:
         raise InputError(f"--trace does not follow {found[0]}: drop one of them")
     if (found := accelerator()) is not None and found.type != "gpu":
-        raise InputError('--trace needs a process without a GPU: hide the machine\'s with CUDA_VISIBLE_DEVICES=""')
+        raise InputError(f'--trace needs a process without a GPU: hide the machine\'s with {VISIBLE}=""')
     if dist.get_world_size() > 1:
         raise InputError("--trace runs in one process: start it without torchrun")
 

@@ -76,7 +76,6 @@ def estimate_memory(
     rows_a_prompt: int = 1,
     accumulation: Literal["none", "whole", "sharded"] = "whole",
     entropy_in_loss: bool = True,
-    compiled_log_probs: bool = True,
     gradient_checkpointing: bool = False,
     lora_rank: int = 0,
     frozen_dtype: torch.dtype = torch.float32,
@@ -97,14 +96,14 @@ def estimate_memory(
     micro_batch_tokens: tokens of one forward and backward, all taken for response tokens. rows: responses that one rank
     samples at once. mini_batch_rows: of them, those of an update; 0: all. rows_a_prompt: responses to a prompt that is
     computed once. accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last
-    one; "sharded": after each. entropy_in_loss: whether the loss has a gradient by the entropies. compiled_log_probs:
-    as on a GPU. frozen_dtype: of LoRA's base, reference and reward model. reference: a frozen copy of the policy; with
-    LoRA the base is the reference and there is no copy. cpu_offload: weights, gradients and Adam in the host's memory
-    (FSDP2's CPUOffloadPolicy). offload_activations: those of an update wait in the host's memory, except one layer's.
-    engine_bytes: of a vLLM engine while it is awake; 0: the hf engine; None: servers sample. engine_ranks: over which
-    vLLM splits the model (tensor parallel). scores_awake: the reward model runs while vLLM is awake. gathered_bytes:
-    columns of the rows of all ranks, which each rank holds while it computes advantages. of_trained:
-    `lora_target_modules` and `freeze_pattern` of `meta_model`. What is frozen stays fp32.
+    one; "sharded": after each. entropy_in_loss: whether the loss has a gradient by the entropies. frozen_dtype: of
+    LoRA's base, reference and reward model. reference: a frozen copy of the policy; with LoRA the base is the reference
+    and there is no copy. cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
+    offload_activations: those of an update wait in the host's memory, except one layer's. engine_bytes: of a vLLM
+    engine while it is awake; 0: the hf engine; None: servers sample. engine_ranks: over which vLLM splits the model
+    (tensor parallel). scores_awake: the reward model runs while vLLM is awake. gathered_bytes: columns of the rows of
+    all ranks, which each rank holds while it computes advantages. of_trained: `lora_target_modules` and
+    `freeze_pattern` of `meta_model`. What is frozen stays fp32.
 
     Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
@@ -159,8 +158,7 @@ def estimate_memory(
             groups, tower = FSDPGroups.of(network), TowerCosts.of(network, of_images)
             in_layers = {"gathered weights": groups.whole_in_forward(c, ranks)}
             in_layers["work"] = max(forward_peak(network, tokens, with_head=False), tower.work)
-            in_head = {"gathered weights": groups.whole_in_head(c, ranks)}
-            in_head["work"] = forward_peak(network, tokens, compiled_log_probs=compiled_log_probs)
+            in_head = {"gathered weights": groups.whole_in_head(c, ranks), "work": forward_peak(network, tokens)}
             at_start = {"gathered weights": groups.whole_at_start(c, ranks), "work": 0}
             moments[name] = max(at_start, in_layers, in_head, key=lambda parts: sum(parts.values()))
     if engine_bytes and scorer is not None and scores_awake:
@@ -169,8 +167,7 @@ def estimate_memory(
         moments["advantages"] = {"columns": gathered_bytes}
 
     # ---- update
-    in_loss = entropy_in_loss, compiled_log_probs
-    groups, costs = FSDPGroups.of(actor), update_costs(actor, in_update, gradient_checkpointing, *in_loss)
+    groups, costs = FSDPGroups.of(actor), update_costs(actor, in_update, gradient_checkpointing, entropy_in_loss)
     reduces = accumulation != "whole"
     in_backward, in_last = (
         {"gathered weights": groups.whole_in_backward(c, ranks, reduces, last)} for last in (False, True)
@@ -335,8 +332,8 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     return model.base_model if family_of(model.config) is None else model.get_decoder()
 
 
-def _log_probs(compiled: bool) -> AbstractContextManager:
-    """In this context log-probs allocate what they do if they are compiled: logits and results."""
+def compiled_log_probs() -> AbstractContextManager:
+    """In it log-probs allocate what they do where they are compiled, as on a GPU: logits and results."""
 
     def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
         logits = torch.mm(h, weight.T)
@@ -344,7 +341,7 @@ def _log_probs(compiled: bool) -> AbstractContextManager:
             results = fn(logits, *args)
         return tree_map_only(torch.Tensor, torch.clone, results)
 
-    return replaced(*[(log_probs, "with_logits", with_logits)] * compiled)
+    return replaced((log_probs, "with_logits", with_logits))
 
 
 def _forward(model: PreTrainedModel, tokens: int, entropy_in_loss: bool = True) -> torch.Tensor:
@@ -384,11 +381,11 @@ def _kind(layer: torch.nn.Module) -> tuple:
 
 @lru_cache(16)
 @torch.no_grad()
-def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True, compiled_log_probs: bool = True) -> int:
+def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) -> int:
     """Peak bytes of a forward pass without gradients, without the weights."""
 
     def measure() -> tuple[int]:
-        with torch.device("meta"), _log_probs(compiled_log_probs), LiveBytes(model) as live:
+        with torch.device("meta"), compiled_log_probs(), LiveBytes(model) as live:
             if with_head:
                 _forward(model, tokens)
             else:
@@ -409,17 +406,13 @@ class UpdateCosts(NamedTuple):
 
 @lru_cache(16)
 def update_costs(
-    model: PreTrainedModel,
-    tokens: int,
-    gradient_checkpointing: bool,
-    entropy_in_loss: bool = True,
-    compiled_log_probs: bool = True,
+    model: PreTrainedModel, tokens: int, gradient_checkpointing: bool, entropy_in_loss: bool = True
 ) -> UpdateCosts:
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     measure = partial(_update_peaks, model, tokens, entropy_in_loss)
-    with _log_probs(compiled_log_probs):
+    with compiled_log_probs():
         kept, loss, in_layers, in_last = _of_all_layers(model, measure)
     model.zero_grad()
     model.gradient_checkpointing_disable()

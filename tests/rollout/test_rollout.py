@@ -478,8 +478,8 @@ def test_attention_that_cannot_be_joined_keeps_a_copy_a_row(world, tmp_path):
 def test_an_attention_that_swallows_keyword_arguments_is_refused(world, tmp_path, monkeypatch):
     monkeypatch.setattr(hf_engine, "LONG_PROMPT", 0)
     engine, _ = build("hf", save_tiny(tmp_path / "model"), tmp_path / "engine")
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS,
+    monkeypatch.setitem(  # set back by its mapping, it would hide what later tests register
+        ALL_ATTENTION_FUNCTIONS._local_mapping,
         "packed_sdpa",
         lambda *args, group_cache=None, **kwargs: sdpa_attention_forward(*args, **kwargs),
     )
