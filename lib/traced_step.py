@@ -84,7 +84,7 @@ def check_traceable(args: ScriptArgs) -> None:
     }
     if found := [what for what, given in untraced.items() if given]:
         raise InputError(f"--trace does not follow {found[0]}: drop one of them")
-    if (found := accelerator()) is not None and found.type != "gpu":
+    if (device := accelerator()) is not None and device.type != "gpu":
         raise InputError(f'--trace needs a process without a GPU: hide the machine\'s with {VISIBLE}=""')
     if dist.get_world_size() > 1:
         raise InputError("--trace runs in one process: start it without torchrun")

@@ -250,7 +250,8 @@ class Trace(TorchDispatchMode):
     def compiles(self) -> Iterator[list]:
         """What the block does is compiled: besides its first product it allocates its results, which the caller adds to
         the list, and its kernels are fused."""
-        self.compiled, results = True, []
+        results: list[Any] = []
+        self.compiled = True
         begun, product = len(self.events), self._count + 1
         yield results
         self.compiled, kept = False, {self.number(x) for x in tensors_in(results)}
