@@ -21,6 +21,7 @@ from lib.data import on_host, prepare_dynamic_batch
 from lib.distributed import reduce_metrics, shard_model
 from lib.model import load_tokenizer, micro_batches
 from lib.model.log_probs import ROW_TOLERANCE
+from lib.rollout.hf_engine import HFEngine
 from lib.rollout.server_weights import _buckets
 from lib.rollout.weight_sync import CheckedStream, weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
@@ -318,11 +319,36 @@ def test_checkpoint_and_export(here, tmp_path):
     torch.testing.assert_close(exported[1], exported[0], rtol=1e-4, atol=1e-5)
 
 
+MANY = ["--lora-rank", "4", "--kl-coef", "0.1", "--kl-placement", "reward", "--rollout-correction.level", "token"]
+MANY += ["--token-masks.top-entropy", "0.5", "--num-mini-batches", "2", "--entropy-coef", "0.01", "--record", "{}/kept"]
+AGENT = ["--agent", "{}/agent.py:solve"]
+ASKS = """
+from openai import OpenAI
+
+def solve(base_url, api_key, row):
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    answer = client.chat.completions.create(model="policy", messages=row["prompt"], max_tokens=4)
+    return len(answer.choices[0].message.content) % 2
+"""
+
+
 @on_gpu
-@pytest.mark.parametrize("name", ["grpo", "ppo", "remax", "dapo"])
-def test_a_whole_run(world, name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("grpo", []),
+        ("ppo", []),
+        ("remax", []),
+        ("dapo", []),
+        ("grpo", MANY),
+        ("grpo", ["--agent", "{}/agent.py:solve"]),
+    ],
+    ids=["grpo", "ppo", "remax", "dapo", "many flags", "agent"],
+)
+def test_a_whole_run(world, name, more, tmp_path):
     """From the set-up to the export, in bfloat16 with varlen as by default on a GPU: no operation has tensors of two
     devices. The second run goes on from the first one's checkpoint."""
+    (tmp_path / "agent.py").write_text(ASKS)
     script = importlib.import_module(name)
     flags = ["--output-dir", str(tmp_path), "--run-name", "run", "--save-every", "1", "--val-every", "2"]
     flags += ["--no-val-before-train", "--reward-workers", "0", "--max-response-length", "4", "--resume", "auto"]
@@ -330,7 +356,19 @@ def test_a_whole_run(world, name, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     flags += ["--prompts-per-step", "4", "--train-files", str(tmp_path / "rows.jsonl"), "--val-files"]
     flags += [str(tmp_path / "rows.jsonl"), "--config", str(strict.ROOT / "data/toy/preset.yaml")]
-    with patch.object(setup, "join", lambda args: world), patch.object(setup, "shard_model", placed), cpu_kernels():
+    flags += [word.format(tmp_path) for word in more]
+    sample = HFEngine._sample
+
+    def in_any_thread(*args):
+        with strict.Factories():
+            return sample(*args)
+
+    with (
+        patch.object(setup, "join", lambda args: world),
+        patch.object(setup, "shard_model", placed),
+        patch.object(HFEngine, "_sample", in_any_thread),
+        cpu_kernels(),
+    ):
         for steps in ("1", "2"):
             script.main(parse_flags(script.Args, [*flags, "--total-steps", steps]))
     logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
