@@ -135,7 +135,7 @@ def test_liger_kernels_are_counted_as_launches(child, tmp_path):
     result = child.submit(trace, "grpo", config, str(tmp_path), "--dry-run", "8", "--use-liger-kernel").result()
     assert 50 < result["speed"].launches < 70
     kept = {name: sum(result[name]["loss"].values()) for name in ("traced", "estimated")}
-    assert kept["traced"] < 0.9 * kept["estimated"]  # norms and gated MLPs keep less for the backward pass
+    assert abs(kept["estimated"] / kept["traced"] - 1) < 0.05  # norms and gated MLPs keep less for the backward pass
     assert child.submit(rotary_embedding).result() == "transformers.models.qwen2.modeling_qwen2"
 
 

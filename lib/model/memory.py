@@ -51,7 +51,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
 from lib.distributed import trainable_parameters
-from lib.model import log_probs
+from lib.distributed.device import ESTIMATED
+from lib.model import load, log_probs
 from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
 from lib.model.trace import replaced
 from lib.model.values import token_values
@@ -102,8 +103,8 @@ def estimate_memory(
     offload_activations: those of an update wait in the host's memory, except one layer's. engine_bytes: of a vLLM
     engine while it is awake; 0: the hf engine; None: servers sample. engine_ranks: over which vLLM splits the model
     (tensor parallel). scores_awake: the reward model runs while vLLM is awake. gathered_bytes: columns of the rows of
-    all ranks, which each rank holds while it computes advantages. of_trained: `lora_target_modules` and
-    `freeze_pattern` of `meta_model`. What is frozen stays fp32.
+    all ranks, which each rank holds while it computes advantages. of_trained: `lora_target_modules`, `freeze_pattern`
+    and `use_liger_kernel` of `meta_model`. What is frozen stays fp32.
 
     Raises InputError: there is no such config, or it is of another kind of model."""
     c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
@@ -277,6 +278,7 @@ def meta_model(
     lora_rank: int = 0,
     lora_target_modules: str = "all-linear",
     freeze_pattern: str = "",
+    use_liger_kernel: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model of a config, on the meta device: with adapters if there is a rank, frozen where a pattern says it."""
@@ -296,6 +298,11 @@ def meta_model(
         model.to("meta", dtype)  # FSDP casts the fp32 adapters for the forward
     elif freeze_pattern:
         freeze(model, freeze_pattern)
+    if use_liger_kernel:
+        names = vars(sys.modules[type(model).__module__])  # which liger-kernel changes for all models
+        before = dict(names)
+        load.use_liger_kernel(model, ESTIMATED)
+        names.update(before)
     return model
 
 
@@ -332,8 +339,8 @@ def _decoder(model: PreTrainedModel) -> PreTrainedModel:
     return model.base_model if family_of(model.config) is None else model.get_decoder()
 
 
-def compiled_log_probs() -> AbstractContextManager:
-    """In it log-probs allocate what they do where they are compiled, as on a GPU: logits and results."""
+def kernels_of_a_gpu() -> AbstractContextManager:
+    """In it log-probs allocate what they do where they are compiled: logits and results. No Triton function runs."""
 
     def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
         logits = torch.mm(h, weight.T)
@@ -341,7 +348,12 @@ def compiled_log_probs() -> AbstractContextManager:
             results = fn(logits, *args)
         return tree_map_only(torch.Tensor, torch.clone, results)
 
-    return replaced((log_probs, "with_logits", with_logits))
+    changes: list[tuple[Any, str, Any]] = [(log_probs, "with_logits", with_logits)]
+    if "liger_kernel" in sys.modules:
+        from triton.runtime.jit import JITFunction
+
+        changes.append((JITFunction, "run", lambda *_, **__: None))
+    return replaced(*changes)
 
 
 def _forward(model: PreTrainedModel, tokens: int, entropy_in_loss: bool = True) -> torch.Tensor:
@@ -385,7 +397,7 @@ def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) ->
     """Peak bytes of a forward pass without gradients, without the weights."""
 
     def measure() -> tuple[int]:
-        with torch.device("meta"), compiled_log_probs(), LiveBytes(model) as live:
+        with torch.device("meta"), kernels_of_a_gpu(), LiveBytes(model) as live:
             if with_head:
                 _forward(model, tokens)
             else:
@@ -412,7 +424,7 @@ def update_costs(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     measure = partial(_update_peaks, model, tokens, entropy_in_loss)
-    with compiled_log_probs():
+    with kernels_of_a_gpu():
         kept, loss, in_layers, in_last = _of_all_layers(model, measure)
     model.zero_grad()
     model.gradient_checkpointing_disable()
@@ -485,7 +497,7 @@ class TowerCosts(NamedTuple):
 def _block_costs(model: PreTrainedModel, block: torch.nn.Module, patches: int) -> tuple[int, int]:
     """Bytes of a block of the tower: (what autograd keeps, the peak until the end of the backward pass)."""
     config, takes = model.config.vision_config, inspect.signature(block.forward).parameters
-    with torch.device("meta"), LiveBytes(model) as live:
+    with torch.device("meta"), kernels_of_a_gpu(), LiveBytes(model) as live:
         if "cu_seqlens" in takes:  # Qwen: the images in one row
             heads = torch.empty(patches, config.hidden_size // config.num_heads)
             one_image = torch.tensor([0, patches], dtype=torch.int32, device="cpu")
@@ -505,7 +517,7 @@ def _block_costs(model: PreTrainedModel, block: torch.nn.Module, patches: int) -
 @lru_cache(16)
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     cache = DynamicCache(config=model.config)
-    with torch.device("meta"), torch.no_grad():
+    with torch.device("meta"), kernels_of_a_gpu(), torch.no_grad():
         _decoder(model.eval())(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]  # a state does not grow
     return sum(t.numel() * t.itemsize for layer in layers for t in (layer.keys, layer.values))
