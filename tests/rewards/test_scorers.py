@@ -1028,7 +1028,7 @@ def answer_with(text, **usage):
         b'{"choices": [{"message": {"content": 5}}]}',
         b'{"choices": [{"message": "Score: 9"}]}',
         b'{"choices": [{"message": {"content": "Score: 9"}}], "usage": 3}',
-        gzip.compress(answer_with("Score: 9")[2]),
+        gzip.compress(answer_with("Score: 9")[2], mtime=0),  # a name that is the same in all workers
     ],
 )
 def test_an_answer_that_has_not_the_form_is_an_error(answer):
