@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,11 +163,6 @@ class _Step:
             step.trace.in_layer = False
             after_backward(checks, factor)
 
-        def with_logits(*args):
-            with step.trace.compiles() as results:
-                results.append(of_logits(*args))
-            return results[0]
-
         def stepped(model):
             step.phase = "optimizer"
             step.trace.name("gradients", (p.grad for p in model.parameters if p.grad is not None))
@@ -197,7 +193,7 @@ class _Step:
                 (TrainedModel, "backward", traced_backward),
                 (TrainedModel, "step", stepped),
                 (UpdateChecks, "after_backward", checks),
-                (log_probs, "with_logits", with_logits),
+                (log_probs, "with_logits", partial(step.trace.as_compiled, of_logits)),
             ),
         ):
             yield

@@ -15,7 +15,7 @@ from benchmarks.gpu_check.rows import Options, attempt, row, skipped
 from benchmarks.gpu_check.update import update_flops
 from lib.data_proto import DataProto
 from lib.model import compile_layers, use_liger_kernel
-from lib.model.memory import shard_numel
+from lib.model.memory import GIB, shard_numel
 
 MOST = 30  # kernels that are listed
 
@@ -62,7 +62,7 @@ def speed(path: str, device: torch.device, label: str, change: Callable) -> Iter
         yield row(f"{label}: MFU of forward and backward", mfu, "")
         said += f", MFU {mfu:.2f}"
     yield row(f"{label}: forward and backward", 1e3 * seconds, "ms", summary={"update": said})
-    yield row(f"{label}: peak of forward and backward", peak_bytes(run, device) / 2**30, "GiB")
+    yield row(f"{label}: peak of forward and backward", peak_bytes(run, device) / GIB, "GiB")
 
 
 def launches(path: str, device: torch.device, label: str, change: Callable) -> Iterator[dict]:

@@ -50,8 +50,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
-from lib.distributed import trainable_parameters
-from lib.distributed.device import ESTIMATED
+from lib.distributed import ESTIMATED, trainable_parameters
 from lib.model import load, log_probs
 from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
 from lib.model.trace import replaced
@@ -424,8 +423,7 @@ def update_costs(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     measure = partial(_update_peaks, model, tokens, entropy_in_loss)
-    with kernels_of_a_gpu():
-        kept, loss, in_layers, in_last = _of_all_layers(model, measure)
+    kept, loss, in_layers, in_last = _of_all_layers(model, measure)
     model.zero_grad()
     model.gradient_checkpointing_disable()
     return UpdateCosts(kept, loss - kept, max(in_layers - kept, 0), in_last)
@@ -455,7 +453,7 @@ def _update_peaks(model: PreTrainedModel, tokens: int, entropy_in_loss: bool) ->
     layers = decoder_layers(model)
     hooks = [_decoder(model).register_forward_hook(end_of_decoder)]
     hooks += [layer.register_forward_pre_hook(begin_of_layer) for layer in layers]
-    with torch.device("meta"), live:
+    with torch.device("meta"), kernels_of_a_gpu(), live:
         output = _forward(model, tokens, entropy_in_loss)
         kept = live.now
         output.backward()

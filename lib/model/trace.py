@@ -246,20 +246,18 @@ class Trace(TorchDispatchMode):
             self.live[number] = self.live.get(number, 0) + size
             self.events.append((number, size, self.now()))
 
-    @contextmanager
-    def compiles(self) -> Iterator[list]:
-        """What the block does is compiled: besides its first product it allocates its results, which the caller adds to
-        the list, and its kernels are fused."""
-        results: list[Any] = []
+    def as_compiled(self, fn: Callable, *args: Any) -> Any:
+        """fn(*args) where it is compiled: it allocates its first product and its results, and its kernels are fused."""
         self.compiled = True
         begun, product = len(self.events), self._count + 1
-        yield results
-        self.compiled, kept = False, {self.number(x) for x in tensors_in(results)}
+        out = fn(*args)
+        self.compiled, kept = False, {self.number(x) for x in tensors_in([out])}
         events = [event for event in self.events[begun:] if event[0] < product or event[0] in kept]
         if product not in kept:
             _, size, moment = next(event for event in self.events[begun:] if event[0] == product)
             events = [(product, size, moment), *events, (product, -size, moment)]
         self.events[begun:] = events
+        return out
 
     def _freed(self, address: int, number: int) -> None:
         self._numbers.pop(address, None)

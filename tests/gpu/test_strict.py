@@ -341,7 +341,7 @@ def solve(base_url, api_key, row):
         ("remax", []),
         ("dapo", []),
         ("grpo", MANY),
-        ("grpo", ["--agent", "{}/agent.py:solve"]),
+        ("grpo", AGENT),
     ],
     ids=["grpo", "ppo", "remax", "dapo", "many flags", "agent"],
 )
