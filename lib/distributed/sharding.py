@@ -1,9 +1,12 @@
 """Device mesh, FSDP2 and tensor parallelism: sharding a model, reducing gradients, and gathering whole weights."""
 
+import copy
+import fnmatch
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from lib import InputError
@@ -19,7 +22,7 @@ from lib.distributed.launch import World, collective_timeout, wait_for_all
 from lib.distributed.watchdog import enter_stage
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Part = Literal["merged", "base", "adapter"]  # of a model with LoRA adapters: see weight_shards
 
@@ -68,13 +71,77 @@ def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -
     return RowGroup(mesh.get_group("sequence"), "tokens")
 
 
-# the styles of transformers' tensor parallel plans, as torch's classes. The last is for the norms of attention heads:
-# each rank has a share of the heads, so the weight's gradient is a sum over ranks
+class ExpertParallel(ParallelStyle):
+    """Splits the experts of a mixture's layer over the mesh, which must divide their number. All ranks hold all tokens
+    and the router: each computes what its own experts add to them, and the layer's output is the sum over ranks."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        for name, param in list(module.named_parameters()):  # (experts, ...)
+            shard = distribute_tensor(param, device_mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, torch.nn.Parameter(shard, param.requires_grad))
+        module.forward = partial(_sum_over_experts, module, device_mesh)
+        return module
+
+
+def _sum_over_experts(
+    experts: Any, mesh: DeviceMesh, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """(N, H), of hidden_states (N, H) and of the k experts of a token, and their weights (N, k). A collective."""
+    own = copy.copy(experts)
+    own._parameters = {name: param.to_local() for name, param in experts._parameters.items()}
+    own.num_experts = n = experts.num_experts // mesh.size()
+    own._is_expert_parallel = True  # transformers then leaves out the choices of expert n, which there is not
+    place = top_k_index - n * mesh.get_local_rank()
+    place = place.where((place >= 0) & (place < n), n)
+    # a rank's gradients of these are those by its own experts: they are added up
+    hidden_states, top_k_weights = (
+        DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        for x in (hidden_states, top_k_weights)
+    )
+    output = type(experts).forward(own, hidden_states, place, top_k_weights)
+    if not output.requires_grad:  # "eager", without a token for these experts: the backward is a collective even so
+        output = output + sum(x[:0].sum() for x in (hidden_states, top_k_weights, *own._parameters.values()))
+    return DTensor.from_local(output, mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+
+
+# the styles of transformers' tensor parallel plans, as torch's classes. replicated_with_grad_allreduce is for the norms
+# of attention heads: each rank has a share of the heads, so the weight's gradient is a sum over ranks
 TENSOR_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+    "experts": ExpertParallel,
 }
+
+
+def layer_plan(config: "PreTrainedConfig") -> dict[str, str]:
+    """(pattern of modules' names: style) for the layers of a text model, of transformers' plans for tensor and for
+    expert parallelism. Empty without the first. Embedding and head stay whole."""
+    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if "layers." in name}
+    if not plan:
+        return {}
+    split = (config.base_model_ep_plan or {}).items()
+    experts = {name.rpartition(".")[0] for name, style in split if style == "grouped_gemm"}
+    plan = {name: style for name, style in plan.items() if not {name, name.rpartition(".")[0]} & experts}
+    if plan.get("layers.*.self_attn.q_proj") == "colwise":  # some plans leave out the norms of heads
+        norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
+        plan = dict.fromkeys(norms, "replicated_with_grad_allreduce") | plan
+    return plan | dict.fromkeys(experts, "experts")
+
+
+def parallel_styles(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
+    """(module's name: style) of the model's plan. Raises InputError for a parameter between split layers that the plan
+    leaves out: each rank would train it on its own share of the features."""
+    names = [name for name, _ in model.named_modules()]
+    patterns = layer_plan(model.config).items()
+    plan = {name: style for pattern, style in patterns for name in fnmatch.filter(names, f"*{pattern}")}
+    split = tuple({name.rpartition(".")[0] + "." for name, style in plan.items() if style == "colwise"})
+    for name, _ in model.named_parameters():
+        if name.startswith(split) and name.rpartition(".")[0] not in plan:
+            raise InputError(f"--tensor-parallel-size: the plan of {type(model).__name__} has no {name}: drop the flag")
+    return {name: TENSOR_PARALLEL_STYLES[style]() for name, style in plan.items()}
 
 
 def shard_model(
@@ -91,9 +158,7 @@ def shard_model(
     wait_for_all()  # other ranks may still be loading it
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:
-        # the layers' modules that the model's plan names; embedding and head stay whole
-        plan = {name: TENSOR_PARALLEL_STYLES[style]() for name, style in model.tp_plan.items() if "layers." in name}
-        dist.tensor.parallel.parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+        dist.tensor.parallel.parallelize_module(model, mesh["tensor"], parallel_styles(model), src_data_rank=None)
         mesh = mesh["shard"]
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}

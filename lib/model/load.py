@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lib import InputError, is_first_on_node
 from lib.args import check_model_path
-from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, trainable_parameters
+from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, layer_plan, trainable_parameters
 from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
 from lib.model.routing import ROUTERS, hook_routers
@@ -50,7 +50,7 @@ def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trus
     """Raises InputError if `size` ranks cannot split the heads, or if not only attention mixes tokens."""
     if size == 1:
         return
-    config = _packed_config(path, "--sequence-parallel-size", size, flag, trust_remote_code)
+    config = _packed_config(path, "--sequence-parallel-size", size, flag, trust_remote_code, states=False)
     heads = getattr(config, "num_attention_heads", 0)
     if heads == 0 or heads % size:
         raise InputError(f"--sequence-parallel-size {size}: must divide the {heads} attention heads of {flag} {path}")
@@ -61,15 +61,18 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
     transformers is missing or has styles that `shard_model` does not know."""
     if size == 1:
         return
-    config = _packed_config(path, "--tensor-parallel-size", size, flag, trust_remote_code)
-    plan = getattr(config, "base_model_tp_plan", None) or {"layers.": "no"}
-    others = {style for name, style in plan.items() if "layers." in name} - TENSOR_PARALLEL_STYLES.keys()
+    config = _packed_config(path, "--tensor-parallel-size", size, flag, trust_remote_code, states=True)
+    styles = set(layer_plan(config).values()) or {"no"}
+    others = styles - TENSOR_PARALLEL_STYLES.keys()
     split, name = f"--tensor-parallel-size {size}", f"{flag} {path}"
     if others:
         raise InputError(f"{split}: {name} has {min(others)} layers in its plan: drop the flag")
     heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
     if any(n % size for n in heads):
         raise InputError(f"{split}: must divide the {min(heads)} key and value heads of {name}")
+    experts = [getattr(config, key, None) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+    if "experts" in styles and any(n % size for n in experts):
+        raise InputError(f"{split}: must divide the {max(experts)} experts of {name}")
 
 
 def check_routing_replay(path: str, *, trust_remote_code: bool = False) -> None:
@@ -88,13 +91,16 @@ def takes_varlen(path: str, *, trust_remote_code: bool = False) -> bool:
     return size % 8 == 0 and size <= 256 and not (family and family.bidirectional)
 
 
-def _packed_config(path: str, split: str, size: int, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """The config of a model in which only attention mixes tokens, over packed rows. Raises InputError for any other."""
+def _packed_config(
+    path: str, split: str, size: int, flag: str, trust_remote_code: bool, *, states: bool
+) -> PreTrainedConfig:
+    """The config of a text model that takes packed rows. states: also one with layers that carry a state from token to
+    token. Raises InputError for any other."""
     config = _config(path, flag, trust_remote_code)
     if family_of(config):
         raise InputError(f"{split} {size}: {flag} {path} takes images, which are not split over ranks; drop {split}")
     reason = attention_and_packing(config, "packed_sdpa")[1]
-    if reason is None and other_layers(config):
+    if reason is None and other_layers(config) and not states:
         reason = "it has layers that carry a state from token to token"
     if reason:
         raise InputError(f"{split} {size}: {flag} {path} cannot be split: {reason}; drop {split}")
