@@ -26,7 +26,14 @@ from lib.distributed.launch import OVER, JobOver, World, init_distributed, is_on
 from lib.distributed.launch import advise_out_of_memory, job_store, listening_store, on_early_end, print_last
 from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, check_number, faults, reduce_metrics
 from lib.distributed.reduced import token_means
-from lib.distributed.sharding import TENSOR_PARALLEL_STYLES, RowGroup, layer_plan, make_mesh, make_row_group, shard_model
+from lib.distributed.sharding import (
+    TENSOR_PARALLEL_STYLES,
+    RowGroup,
+    layer_plan,
+    make_mesh,
+    make_row_group,
+    shard_model,
+)
 from lib.distributed.sharding import clip_grad_norm, compute_device, fsdp_modules, set_gradient_sync
 from lib.distributed.sharding import Part, full_tensor, iter_full_params, merged_weight, weight_shards
 from lib.distributed.sharding import trainable_parameters, unsharded

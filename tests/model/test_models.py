@@ -209,27 +209,28 @@ UNTESTED = """
 FAMILIES = [*ATTENTION, *STATE, *PADDED]
 
 
-def config_of(model_type: str):
-    """A tiny config: of SIZES what the family knows, by the names that it has for it, and what it needs beside."""
+def config_of(model_type: str, **more):
+    """A tiny config: of SIZES and `more` what the family knows, by the names that it has for it, and what it needs
+    beside."""
     cls, own = CONFIG_MAPPING[model_type], OWN.get(model_type, {})
     if model_type == "qwen3_5":  # as on the hub, with a vision part, which AutoModelForCausalLM leaves out
         return cls(text_config=config_of("qwen3_5_text").to_dict())
     known, names = inspect.signature(cls.__init__).parameters, cls.attribute_map or {}
-    settings = {name if name in known else names.get(name): value for name, value in SIZES.items()} | own
+    settings = {name if name in known else names.get(name): value for name, value in (SIZES | more).items()} | own
     if "layer_types" in known and "layer_types" not in own:
         kinds = list(dict.fromkeys(getattr(cls(), "layer_types", None) or ()))
         settings |= {"layer_types": (4 * kinds)[:4]} if kinds else {}
     return cls(**{name: value for name, value in settings.items() if name in known or name in own})
 
 
-def save(model_type: str, folder) -> str:
+def save(model_type: str, folder, **more) -> str:
     """A model whose weights have a standard deviation of 0.3: at that of the default start a leak hides."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(model_type), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(model_type, **more), dtype=torch.float32)
     for p in model.parameters():
         p.data = 0.3 * torch.randn_like(p) if p.dim() > 1 else p.data + 0.1 * torch.randn_like(p)
     model.save_pretrained(folder)
-    config_of(model_type).save_pretrained(folder)
+    config_of(model_type, **more).save_pretrained(folder)
     return str(folder)
 
 

@@ -6,8 +6,12 @@ Float64, to 1e-9 of the norm, as in test_sequence_parallel.py.
 import pytest
 import torch
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -31,6 +35,7 @@ from lib.distributed import (
     shard_model,
     trainable_parameters,
 )
+from lib.distributed.sharding import parallel_styles
 from lib.model import check_tensor_parallel, load_model, response_log_probs
 from lib.rollout import weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
@@ -51,6 +56,8 @@ from tests.scripts.test_invariance import groups_batch
 
 TWO_KEY_HEADS = {"num_key_value_heads": 2}
 QWEN3 = {"cls": Qwen3ForCausalLM, "config": Qwen3Config, "head_dim": 32, **TWO_KEY_HEADS}
+EXPERTS = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 6, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 32, **TWO_KEY_HEADS}
 LAYOUTS = [(2, {"tensor": 2}), (4, {"tensor": 2})]
 CASES = {
     "untied, norms of heads": ({**QWEN3, "tied": False}, {}, LAYOUTS[:1]),
@@ -106,10 +113,12 @@ def trained(world, path, folder, tensor, resume=None):
     return norm, clipped, dict(iter_full_params(model)), weight_checksum(model, torch.float32), checkpoint
 
 
-def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path):
-    """Written by 2 x 2 ranks and by one, each is resumed by the other. fp32 sums in another order differ by 1e-6; Adam
-    makes the most of it where a gradient is almost 0, 1e-4 of the step's norm."""
-    path = save_tiny(tmp_path / "start", **QWEN3)
+@pytest.mark.parametrize("model", [QWEN3, EXPERTS], ids=["dense", "experts"])
+def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, model):
+    """Written by 2 x 2 ranks and by one, each is resumed by the other. Of six experts a tensor rank has three, which
+    FSDP2 splits into two and one. fp32 sums in another order differ by 1e-6; Adam makes the most of it where a gradient
+    is almost 0, 1e-4 of the step's norm."""
+    path = save_tiny(tmp_path / "start", **model)
     results = {}
     for ranks, tensor in ((1, 1), (4, 2)):
         results[ranks] = run_ranks(ranks, trained, path, tmp_path / f"first{ranks}", tensor)
@@ -177,9 +186,15 @@ def test_models_that_cannot_be_split_are_refused(tmp_path):
     check_tensor_parallel(save_tiny(tmp_path / "a", **QWEN3), 2)
     with pytest.raises(InputError, match="must divide the 1 key and value heads of --critic-model"):
         check_tensor_parallel(save_tiny(tmp_path / "b"), 2, flag="--critic-model")
-    experts = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, **TWO_KEY_HEADS}
-    with pytest.raises(InputError, match="layers in its plan"):
-        check_tensor_parallel(save_tiny(tmp_path / "c", **experts), 2)
+    check_tensor_parallel(save_tiny(tmp_path / "c", **EXPERTS), 2)
+    with pytest.raises(InputError, match="must divide the 3 experts of --model"):
+        check_tensor_parallel(save_tiny(tmp_path / "d", **EXPERTS | {"num_experts": 3}), 2)
+    latent = {"cls": DeepseekV2ForCausalLM, "config": DeepseekV2Config, "n_routed_experts": 4, **TWO_KEY_HEADS}
+    with pytest.raises(InputError, match="has mla_kv_a_proj layers in its plan: drop the flag"):
+        check_tensor_parallel(save_tiny(tmp_path / "e", **latent), 2)
     capped = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, **TWO_KEY_HEADS}
     with pytest.raises(InputError, match="soft caps; drop --tensor-parallel-size"):
-        check_tensor_parallel(save_tiny(tmp_path / "d", **capped), 2)
+        check_tensor_parallel(save_tiny(tmp_path / "f", **capped), 2)
+    learned = load_model(save_tiny(tmp_path / "g", cls=ApertusForCausalLM, config=ApertusConfig, **TWO_KEY_HEADS))
+    with pytest.raises(InputError, match=r"ApertusForCausalLM has no model\.layers\.0\.mlp\.act_fn\.alpha_p: drop"):
+        parallel_styles(learned)
