@@ -85,7 +85,7 @@ class ShardArgs(Group):
     attention heads; needs --padding-free and packed_sdpa"""
     tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
     """split every layer's weights over this many neighbouring ranks, by transformers' plan for the model; must divide
-    the number of key and value heads; needs a vLLM engine or server"""
+    the number of key and value heads, and of experts; needs a vLLM engine or server"""
     reduce_each_micro_batch: Annotated[bool, MAY_CHANGE] = False
     """reduce gradients over ranks after each micro-batch, not once an update: they then take 1 / ranks of the memory
     (4 bytes x parameters), for more communication"""

@@ -57,8 +57,8 @@ def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trus
 
 
 def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
-    """Raises InputError for a model whose heads cannot be split over `size` ranks, or whose tensor-parallel plan in
-    transformers is missing or has styles that `shard_model` does not know."""
+    """Raises InputError for a model whose heads or experts cannot be split over `size` ranks, or whose tensor-parallel
+    plan in transformers is missing or has styles that `shard_model` does not know."""
     if size == 1:
         return
     config = _packed_config(path, "--tensor-parallel-size", size, flag, trust_remote_code, states=True)
