@@ -1,7 +1,7 @@
 """The start and the end of a job: launchers, the store, the process group, Ctrl-C and mistakes."""
 
-import errno
 import atexit
+import errno
 import gc
 import itertools
 import math
