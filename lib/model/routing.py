@@ -127,8 +127,8 @@ def unpack_routes(text: str) -> torch.Tensor:
 
 
 def extended_routes(known: torch.Tensor | None, new: torch.Tensor | None, start: int = 0) -> torch.Tensor | None:
-    """The routes `known` of a row, (tokens, layers, k), and behind them the `new` ones (m, layers, k), of its tokens from
-    `start` on: a token keeps the experts by which its layers were first computed. -1 in a gap; None: none are known."""
+    """The routes `known` of a row, (tokens, layers, k), and after them the `new` ones of its tokens from `start` on: a
+    token keeps the experts by which its layers were first computed. -1 in a gap between the two. None: none known."""
     if new is None:
         return known
     known = new[:0] if known is None else known
