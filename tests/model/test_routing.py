@@ -35,7 +35,7 @@ from lib.rollout.server_engine import ServerEngine
 from lib.rollout.servers import answered
 from lib.sampling import Sampling
 from tests.agent.random_agents import random_agent, segments_of
-from tests.agent.test_agent_loop import prompts_of
+from tests.agent.test_agent_loop import Add, digits, prompts_of, tokenizer
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, parse_flags, ran, run_ranks, skip_without_vllm
 from tests.model.test_models import alone, batch_of_groups, load, save, with_gradient
 
@@ -348,13 +348,14 @@ def routes_of_requests(engine, monkeypatch) -> dict[int, list]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["turns", "compaction", "agent"])
+@pytest.mark.parametrize("kind", ["tools", "compaction", "agent"])
 def test_episodes_are_trained_with_the_experts_that_the_engine_took(mixture, monkeypatch, kind):
     """Float32. With equal weights the router would take the same experts, as no scores are equal to 1e-6; with other
     weights the trainer still takes those of the engine. In the first row nothing is sampled, and nothing is known."""
     model, engine = mixture
     limits = {"compact_at": 48, "compact_prompt": "sum"} if kind == "compaction" else {}
-    how = MultiTurn(engine.tokenizer, interaction=Asks, limits=MultiTurnArgs(max_turn_tokens=12, **limits))
+    limits = MultiTurnArgs(max_turn_tokens=12, max_turns=4, **limits)
+    how = MultiTurn(tokenizer(), {"add": Add()}, digits, Asks, limits)
     draw = random.Random(1)
     kinds = ["go on", "retry", "edit", "drop", "fork", "n", "stop"]
     plans = [[(name, draw.randrange(9)) for name in draw.sample(kinds, 5)] for _ in range(4)]
@@ -365,7 +366,8 @@ def test_episodes_are_trained_with_the_experts_that_the_engine_took(mixture, mon
         return await random_agent(plans[number], [])(url, key, row)
 
     if kind == "agent":
-        how = replace(how, interaction=None, agent=Agent(partial(call_function, agent), 60.0, "auto", Sampling(300)))
+        plays = Agent(partial(call_function, agent), 60.0, "auto", Sampling(300))
+        how = replace(how, tools={}, interaction=None, agent=plays)
     prompts = prompts_of(how, 4, interaction_kwargs=[{"broken": i == 0} for i in range(4)])
     found = routes_of_requests(engine, monkeypatch)
     out = make_episodes(engine, how).generate(prompts, Sampling(300), [1, 2, 3, 4])
@@ -385,7 +387,8 @@ def test_episodes_are_trained_with_the_experts_that_the_engine_took(mixture, mon
             assert column[i][at : at + len(ids) - 1].sort(-1).values.tolist() == [*expected.values()]
             assert (column[i][at + len(ids) - 1 :][:1] == -1).all()  # of the last token
             segments += 1
-    assert segments == 3 if kind == "turns" else segments > 5
+    assert segments == 3 if kind == "tools" else segments > 5
+    assert kind != "tools" or any(own.get("tool_calls") for own in out.non_tensor_batch["agent_metrics"])
 
     other = load_model(MODEL)
     for router in other.routers:
