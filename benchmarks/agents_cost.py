@@ -121,6 +121,7 @@ class FakeEngine:
     """Answers at once, with tokens that depend on the seed."""
 
     version, pad_token_id, long_steps, shared, in_process = 0, 0, False, False, True
+    no_routes = None
 
     def __init__(self) -> None:
         self.waiting: dict[str, int] = {}

@@ -383,6 +383,7 @@ def started(arguments: list[str], ranks: int = 1) -> Iterator[Processes]:
 def run_as_main(arguments: list[str], outputs: list[Path], env: dict[str, str]) -> None:
     """In a process of its own: arguments are a script's path or a module's name, and what follows."""
     gc.freeze()  # a collection need not look through what the server has imported
+    gc.unfreeze = lambda: None  # nor when vLLM has ended
     for stream, path in zip((sys.stdout, sys.stderr), outputs):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
     os.environ.clear()

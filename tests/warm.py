@@ -3,11 +3,13 @@ and first calls that fill caches."""
 
 import json
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec  # noqa: F401
 import matplotlib.backends.backend_agg  # noqa: F401
 import pandas  # noqa: F401
+import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -18,6 +20,9 @@ import remax
 from lib.run.tracking import plot_curve
 from tests.common import parse_flags
 
+if find_spec("vllm") and not torch.backends.cuda.is_built():  # a GPU's driver does not survive a fork
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
 for script in (grpo, ppo, remax, dapo):
     parse_flags(script.Args, [])
 get_checkpoint_conversion_mapping("llama")  # compiles the regular expressions of all models

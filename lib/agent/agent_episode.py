@@ -109,6 +109,7 @@ class AgentEpisode:
                 request.append(list(ids), sampled)
                 if id(sampled) in of_answers:
                     request.reward(of_answers[id(sampled)])
+            request.add_routes(segment.routes)
         self.counts["ignored"] = self.rules.ignored
         request.metrics.update({name: self.counts[name] for name in (*OF_AGENTS, *OF_COMPACTION)})
 

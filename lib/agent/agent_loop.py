@@ -74,6 +74,7 @@ class Episodes:
                     weight_version=self.engine.version,
                     max_response_length=sampling.max_response_length,
                     window=self.settings.limits.context_window,
+                    routed_experts=self.engine.no_routes,
                     row={name: copy.deepcopy(rows[column][i]) for column, name in named.items()},
                     **images,
                 )
@@ -95,7 +96,7 @@ class Episodes:
                 line = f"the episode failed: {say(error).splitlines()[0]}"
                 request.tool_errors.append(readable(line, ERROR_TEXT, "right"))
                 show_once("an episode", error)
-        rows = [Generated(request.token_ids, request.log_probs, request.finish_reason.value) for request in requests]
+        rows = [Generated(r.token_ids, r.log_probs, r.finish_reason.value, [], r.routed_experts) for r in requests]
         masks, positions = [r.response_mask for r in requests], [r.position_ids for r in requests]
         batch = add_responses(prompts, rows, self.engine.pad_token_id, masks, positions)
         if MEDIA_COLUMNS[1] in prompts.non_tensor_batch:

@@ -169,6 +169,7 @@ class Episode:
         media = [request.media] if request.media else []
         sampled = await self.generate(name, [*request.raw_context], sampling, seed, *media)
         request.append(sampled.token_ids, sampled)
+        request.add_routes(sampled.routed_experts)
         request.num_turns += 1
         text, has_end_token = settings.turn_of(sampled, sampling.stop)
         return text, sampled.finish_reason, has_end_token

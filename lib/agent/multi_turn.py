@@ -33,6 +33,7 @@ from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
 from lib.args import MultiTurnArgs
 from lib.data import SpecialTokenEscaper
 from lib.data.vision import Encoded, Media, Vision, media_hash
+from lib.model.routing import extended_routes
 from lib.rollout import Generated
 from lib.sandbox import LARGEST_SCORE
 
@@ -178,6 +179,7 @@ class AsyncRolloutRequest:
     weight_versions: list[int] = field(default_factory=list)  # -1 where none is known
     anchor_states: list[int] = field(default_factory=list)  # of a sampled token: the observation before its turn
     new_positions: list[torch.Tensor] = field(default_factory=list)  # pieces
+    routed_experts: torch.Tensor | None = None  # of the prompt and the response, as in the column
     starts: list[int] = field(default_factory=lambda: [0])  # where segments start; the first includes the prompt
     num_turns: int = 0
     turn_rewards: list[float] = field(default_factory=list)
@@ -249,6 +251,11 @@ class AsyncRolloutRequest:
         self.log_probs += [0.0] * len(ids) if sampled is None else sampled.log_probs
         self.weight_versions += (sampled.weight_versions if sampled else None) or [-1] * len(ids)
         self.anchor_states += [self.observation if sampled is not None else 0] * len(ids)
+
+    def add_routes(self, routes: torch.Tensor | None) -> None:
+        """routes: of the tokens of `context` as far as they are known, if the engine returns them."""
+        start = len(self.prompt_ids) + len(self.token_ids) - self.positions.shape[-1]
+        self.routed_experts = extended_routes(self.routed_experts, routes, start)
 
     def append_images(self, encoded: Encoded, data: dict, vision: Vision) -> None:
         """Appends text with images that the policy was given. data: all images of the context, these among them."""

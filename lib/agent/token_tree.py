@@ -6,6 +6,9 @@ repeats them as context: each sampled token is trained exactly once, in the cont
 
 from dataclasses import dataclass, field
 
+import torch
+
+from lib.model.routing import extended_routes
 from lib.rollout import Generated
 
 
@@ -19,6 +22,7 @@ class Segment:
 
     parts: list[tuple[list[int], Generated | None]]  # tokens, and how they were sampled; None: text
     is_busy: bool = False  # whether something is being sampled at its end
+    routes: torch.Tensor | None = None  # as in the column routed_experts, if the engine returns them
 
     @property
     def ids(self) -> list[int]:
@@ -133,6 +137,8 @@ class TokenTree:
         if not segment.parts:
             self.segments.append(segment)
         segment.parts += [(request.new, None), (sampled.token_ids, sampled)]
+        segment.routes = extended_routes(segment.routes, sampled.routed_experts)
+        sampled.routed_experts = None  # each answer's would be those of its whole context
         return Answer(segment, len(segment.parts))
 
     def cancel(self, requests: list[Request]) -> int:

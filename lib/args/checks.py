@@ -29,7 +29,6 @@ def check_common_flags(args: ScriptArgs) -> None:
     _check_sampling(args)
     _check_agent(args)
     _check_context(args)
-    _check_routing(args)
     _check_groups(args)
     _check_kl(args)
     _check_parallel(args)
@@ -66,11 +65,6 @@ def _check_context(args: ScriptArgs) -> None:
     if at and args.adv_estimator == "mt_grpo":
         why = "compares turns of the same number, and a summary shifts these: use gigpo or grpo"
         raise InputError(f"--multi-turn.compact-at with --adv-estimator mt_grpo: it {why}")
-
-
-def _check_routing(args: ScriptArgs) -> None:
-    if args.model.routing_replay == "R3" and (args.multi_turn.enabled or args.rollout.agent):
-        raise InputError("--routing-replay R3: the experts of an episode's turns are not recorded: take R2")
 
 
 def _check_goals(args: ScriptArgs) -> None:

@@ -1,5 +1,6 @@
 """The start and the end of a job: launchers, the store, the process group, Ctrl-C and mistakes."""
 
+import atexit
 import errno
 import gc
 import itertools
@@ -178,6 +179,8 @@ def run(main: Callable[[T], None], args: T) -> None:
     and recorded for the launcher's report. Before each of these, the function given to `on_early_end` is called. User
     code that ends the process is reported: a run whose exit code is 0 has done its last step. A closed terminal
     (SIGHUP) does not end a run that no launcher started."""
+    gc.freeze()  # a collection need not look through what the imports made
+    atexit.register(gc.unfreeze)  # extensions report what is never freed
     gc.enable()
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_interrupted):  # not if it is ignored
         signal.signal(signal.SIGINT, _interrupt)

@@ -126,6 +126,16 @@ def unpack_routes(text: str) -> torch.Tensor:
     return torch.from_numpy(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False).astype(np.int16))
 
 
+def extended_routes(known: torch.Tensor | None, new: torch.Tensor | None, start: int = 0) -> torch.Tensor | None:
+    """The routes `known` of a row, (tokens, layers, k), and after them the `new` ones of its tokens from `start` on: a
+    token keeps the experts by which its layers were first computed. -1 in a gap between the two. None: none known."""
+    if new is None:
+        return known
+    known = new[:0] if known is None else known
+    known = F.pad(known, (0, 0, 0, 0, 0, max(0, start - len(known))), value=-1)
+    return torch.cat([known, new[len(known) - start :]])
+
+
 def routes_column(rows: Sequence[torch.Tensor | None]) -> np.ndarray:
     """The column of these rows, (tokens, layers, k) each; None: nothing is known of it."""
     like = next(row for row in rows if row is not None)

@@ -81,6 +81,7 @@ class RolloutEngine(Protocol):
     verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync, set by sync_weights
     pad_token_id: int
     route_layers: Sequence[int] = ()  # the numbers of the layers whose experts it returns
+    no_routes: torch.Tensor | None = None  # (0, layers, k) of these layers
     image_probe: ImageProbe | None = None  # what sync_weights also probes a vision model with
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:

@@ -21,7 +21,7 @@ from lib import InputError
 from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
-from lib.model.routing import ROUTES, unpack_routes
+from lib.model.routing import ROUTES, extended_routes, unpack_routes
 from lib.rollout import Generated, RolloutEngine, add_responses, turn_seed
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, check_expanded, report_states, stop_token_ids
 from lib.rollout.managed_servers import ManagedServers
@@ -309,12 +309,11 @@ class ServerEngine(RolloutEngine):
             row.token_ids += found.token_ids
             row.log_probs += found.log_probs
             row.weight_versions += [version] * len(found.token_ids)
-            if self.route_layers and found.routed_experts is not None:
-                new = found.routed_experts[:, self.route_layers]  # (tokens, layers, k), from the first prompt token on
-                old = new[:0] if row.routed_experts is None else row.routed_experts
-                row.routed_experts = torch.cat([old, new[len(old) :]])  # of the weights then
             row.finish_reason = found.finish_reason
             self._end_at_seam(row, n, sampling.stop)
+            if self.route_layers and found.routed_experts is not None:
+                routes = found.routed_experts[: length + len(row.token_ids), self.route_layers]  # (tokens, layers, k)
+                row.routed_experts = extended_routes(row.routed_experts, routes)
             if self._open.is_set():
                 break
         return row

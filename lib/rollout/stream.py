@@ -77,6 +77,7 @@ def make_engine(
     engine.image_probe = probe
     if returns_routes:
         engine.route_layers = model.route_layers
+        engine.no_routes = torch.empty(0, len(model.routers), model.routers[0].top_k, dtype=torch.int16)
     return engine
 
 
@@ -281,7 +282,10 @@ class Rollouts:
         return self._checked(add_limit(batch, sampling))
 
     def _checked(self, batch: DataProto) -> DataProto:
-        if self.engine.route_layers and ROUTES not in batch.non_tensor_batch:
+        T = batch.batch["responses"].shape[1]
+        known = any(map(len, batch.non_tensor_batch.get(ROUTES, ())))
+        # no engine has answered an episode that was out of time before its first turn
+        if self.engine.route_layers and not known and batch.batch["attention_mask"][:, -T:].any():
             how = "record them with R3; a server needs --enable-return-routed-experts"
             raise InputError(f"--routing-replay R3: the rollouts come without their experts: {how}")
         return batch

@@ -121,6 +121,7 @@ class Scripted:
     """An engine that plays the given turns, row by row; a turn of None hangs."""
 
     version, pad_token_id, long_steps, shared, in_process, stop = 7, 0, False, False, True, ()
+    no_routes = None
 
     def __init__(self, *turns: list):
         self.turns, self.waiting, self.rows, self.contexts, self.limits = turns, {}, {}, [], []

@@ -51,6 +51,7 @@ class Fake:
     answers who says "hang" and no more."""
 
     version, pad_token_id, long_steps, shared, in_process = 7, 0, False, False, True
+    no_routes = None
 
     def __init__(self, texts=("yes", "no", CALL % (1, 2), "<think>1</think>2", "a stop b"), steps=0, calls=False):
         """steps: how many an answer takes. calls: whether a call that is begun is often ended."""

@@ -1,15 +1,21 @@
 """Routing replay: the experts of a record with the router's own weights equal a slow loop over tokens, in every layout,
-with gradient checkpointing, LoRA, FSDP2, sequence and tensor parallelism; and what is rejected."""
+with gradient checkpointing, LoRA, FSDP2, sequence and tensor parallelism; the routes of episodes; and what is
+rejected."""
 
 import asyncio
+import itertools
 import json
-from dataclasses import asdict
+import random
+from dataclasses import asdict, replace
+from functools import partial
 from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -17,14 +23,20 @@ from data import toy_moe
 from data.toy import make_tokenizer
 from data.toy_moe import make_mixtral
 from lib import InputError, setup
+from lib.agent import BaseInteraction, MultiTurn, make_episodes
+from lib.agent.multi_turn import AsyncRolloutRequest
+from lib.agent.program import Agent, call_function
+from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
 from lib.model.routing import ROUTERS, ROUTES, RoutingMetrics, chosen_experts, routes_column
-from lib.rollout import Generated, HFEngine
+from lib.rollout import Generated, HFEngine, Rollouts, make_engine
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.servers import answered
 from lib.sampling import Sampling
+from tests.agent.random_agents import random_agent, segments_of
+from tests.agent.test_agent_loop import Add, digits, prompts_of, tokenizer
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, parse_flags, ran, run_ranks, skip_without_vllm
 from tests.model.test_models import alone, batch_of_groups, load, save, with_gradient
 
@@ -158,15 +170,15 @@ def replays(world, path: str, split: str = "", grouped: bool = False):
     grouped: float32, in which experts are one grouped product, with gradient checkpointing."""
     model = load_model(path, gradient_checkpointing=True) if grouped else load(path)
     router, batch, n = model.routers[0], batch_of_groups()[[0, 1, 2, 3]], 4 // world.size
-    given = random_routes(batch_of_groups(), len(model.routers), router.num_experts, router.top_k)
+    drawn = random_routes(batch_of_groups(), len(model.routers), router.num_experts, router.top_k)
     mesh = make_mesh(world, tensor_parallel=2 if split == "tensor" else 1)
     group = make_row_group(world, mesh, 2 if split == "sequence" else 1)
     model = shard_model(model, mesh, model.dtype)
     own = list(range(n * world.rank, n * world.rank + n))
     batch, routes = batch[own], []
     recorded, replayed = batched_log_probs(model, batch, 1.0, 40, row_group=group, routes=routes)[0], []
-    first = routes_column([(row.argsort(-1)).argsort(-1).to(row.dtype) for row in given])  # 0 .. k - 1, in some order
-    for routing in (None, given, first):
+    first = routes_column([row.argsort(-1).argsort(-1).to(row.dtype) for row in drawn])  # 0 .. k - 1, in some order
+    for routing in (None, drawn, first):
         if routing is not None:
             batch.non_tensor_batch[ROUTES] = routing[own]
         log_probs = response_log_probs(model, batch, 1.0, row_group=group)[0]
@@ -215,9 +227,11 @@ def test_the_hf_engine_records_what_each_token_took(tmp_path):
         assert torch.equal(row.routed_experts.sort(-1).values, chosen_experts(model).sort(-1).values)
 
 
-def test_routes_come_from_a_server_and_survive_a_sync():
+@pytest.mark.parametrize("stop", [(), ("87",)])
+def test_routes_come_from_a_server_and_survive_a_sync(stop):
     """A line as vllm_batches.py writes it, of vLLM's own classes and its encoding. vLLM on a CPU has no routes to
-    return (docs/moe.md). A response that a sync cuts keeps the routes by which its tokens were computed."""
+    return (docs/moe.md). A response that a sync cuts keeps the routes by which its tokens were computed. Tokens behind
+    a stop string that began before the sync are dropped, with their routes."""
     skip_without_vllm()
     from vllm import RequestOutput
     from vllm.logprobs import FlatLogprobs
@@ -226,16 +240,17 @@ def test_routes_come_from_a_server_and_survive_a_sync():
     from lib.rollout.vllm_batches import _sample
 
     layers, k = 3, 2
-    given = np.arange(2 * 9 * layers * k, dtype=np.uint8).reshape(2, 9, layers, k)
+    of_model = np.arange(2 * 9 * layers * k, dtype=np.uint8).reshape(2, 9, layers, k)
 
     class Engine:
         async def generate(self, prompt, params, name):
-            ids, first = [7, 8], len(prompt["prompt_token_ids"])
+            first = len(prompt["prompt_token_ids"])
+            ids = [7, 8] if first == 3 else [7, 8, 8]
             log_probs = FlatLogprobs()
             for token in ids:
                 log_probs.append({token: SimpleNamespace(logprob=-1.0, rank=1, decoded_token=None)})
             ended = "abort" if first == 3 else "length"
-            routes = given[int(first > 3), : first + 1]
+            routes = of_model[int(first > 3), : first + len(ids) - 1]
             out = CompletionOutput(0, "", ids, -2.0, log_probs, routed_experts=routes, finish_reason=ended)
             yield RequestOutput(name, None, prompt["prompt_token_ids"], None, [out], True)
 
@@ -245,7 +260,8 @@ def test_routes_come_from_a_server_and_survive_a_sync():
 
     engine = ServerEngine.__new__(ServerEngine)
     engine.own, engine.servers, engine._lost, engine._posted = None, SimpleNamespace(urls=["a"]), set(), set()
-    engine.max_length, engine.version, engine.tokenizer, engine.route_layers = 99, 0, None, (0, 2)
+    engine.max_length, engine.version, engine.route_layers = 99, 0, (0, 2)
+    engine.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(str, ids)))
 
     async def request(url, ids, settings, pictures):
         line = json.dumps(await _sample(Engine(), {"id": "1", "prompt_token_ids": ids, "settings": {}}))
@@ -255,29 +271,180 @@ def test_routes_come_from_a_server_and_survive_a_sync():
 
     async def sample():
         engine._open = Open()
-        return await engine.sample([1, 2, 3], Sampling(4), 1, 0)
+        return await engine.sample([1, 2, 3], Sampling(5, stop=stop), 1, 0)
 
     engine._request = request
     row = asyncio.run(sample())
-    assert row.token_ids == [7, 8, 7, 8] and row.finish_reason == "length"
-    expected = np.concatenate([given[0, :4], given[1, 4:6]])[:, [0, 2]]
+    ids, ended, known = ([7, 8, 7], "stop", 6) if stop else ([7, 8, 7, 8, 8], "length", 7)
+    assert row.token_ids == ids and row.finish_reason == ended
+    expected = np.concatenate([of_model[0, :4], of_model[1, 4:known]])[:, [0, 2]]
     assert row.routed_experts.dtype == torch.int16 and (row.routed_experts.numpy() == expected).all()
+
+
+# ---- several turns -------------------------------------------------------------------------------
+
+REPLIES = st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans(), st.none() | st.integers(0, 9))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.lists(REPLIES, max_size=6), st.booleans())
+def test_a_token_keeps_the_routes_of_the_first_request_that_has_them(prompt, turns, mrope):
+    """Against a dictionary, token by token. A turn: tokens of text, sampled tokens, whether a segment begins before
+    them, and how many of its routes the engine leaves out at the end, or None: it returns none. All routes differ."""
+    request = AsyncRolloutRequest("", [], "", [1] * prompt, [], torch.arange(prompt), {}, {}, 0, None, 99)
+    if mrope:
+        request.positions = request.positions.expand(4, -1)
+    numbers, expected, start = itertools.count(), {}, 0
+    for text, sampled, begins, missing in turns:
+        if begins:
+            request.begin_segment()
+            start = prompt + len(request.token_ids)
+        request.append([2] * text)
+        row = Generated([3] * sampled, [0.0] * sampled, "stop")
+        request.append(row.token_ids, row)
+        if missing is not None:
+            known = prompt + len(request.token_ids) - start - 1 - missing
+            routes = [[[next(numbers), next(numbers)]] for _ in range(known)]
+            row.routed_experts = torch.tensor(routes, dtype=torch.int16).view(-1, 1, 2)
+            for i, route in enumerate(routes, start):
+                expected.setdefault(i, route)
+        request.add_routes(row.routed_experts)
+    found = [] if request.routed_experts is None else request.routed_experts.tolist()
+    assert found == [expected.get(i, [[-1, -1]]) for i in range(len(found))] and len(found) > max(expected, default=-1)
+
+
+class Asks(BaseInteraction):
+    """Twice, but not in a row that is broken."""
+
+    async def start(self, instance_id, broken=False, **kwargs):
+        assert not broken
+        self.left = 2
+
+    async def respond(self, messages):
+        self.left -= 1
+        return self.left < 0, "137+285", 0.0, {}
+
+
+class Hangs(Asks):
+    async def start(self, instance_id, **kwargs):
+        await asyncio.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def mixture(world):
+    model = load_model(MODEL)
+    sizes = {"max_length": 400, "dtype": torch.float32, "gpu_memory": 0.3}
+    return model, make_engine("hf", model, load_tokenizer(MODEL), folder=None, returns_routes=True, **sizes)
+
+
+def routes_of_requests(engine, monkeypatch) -> dict[int, list]:
+    """(tokens, routes) of each request of each episode that is played from now on, as they leave the engine."""
+    asked, found, submit, step = {}, {}, engine.submit, engine.step
+
+    def noting_submit(name, ids, *args):
+        asked[name] = [*ids]
+        submit(name, ids, *args)
+
+    def noting_step():
+        done = step()
+        for name, row in done.items():
+            found.setdefault(int(name.split("-")[1]), []).append((asked[name] + row.token_ids, row.routed_experts))
+        return done
+
+    monkeypatch.setattr(engine, "submit", noting_submit)
+    monkeypatch.setattr(engine, "step", noting_step)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["tools", "compaction", "agent"])
+def test_episodes_are_trained_with_the_experts_that_the_engine_took(mixture, monkeypatch, kind):
+    """Float32. With equal weights the router would take the same experts, as no scores are equal to 1e-6; with other
+    weights the trainer still takes those of the engine. In the first row nothing is sampled, and nothing is known."""
+    model, engine = mixture
+    limits = {"compact_at": 48, "compact_prompt": "sum"} if kind == "compaction" else {}
+    limits = MultiTurnArgs(max_turn_tokens=12, max_turns=4, **limits)
+    how = MultiTurn(tokenizer(), {"add": Add()}, digits, Asks, limits)
+    draw = random.Random(1)
+    kinds = ["go on", "retry", "edit", "drop", "fork", "n", "stop"]
+    plans = [[(name, draw.randrange(9)) for name in draw.sample(kinds, 5)] for _ in range(4)]
+
+    async def agent(url, key, row):
+        number = int(row["prompt"][0]["content"][:-1])
+        assert number > 0
+        return await random_agent(plans[number], [])(url, key, row)
+
+    if kind == "agent":
+        plays = Agent(partial(call_function, agent), 60.0, "auto", Sampling(300))
+        how = replace(how, tools={}, interaction=None, agent=plays)
+    prompts = prompts_of(how, 4, interaction_kwargs=[{"broken": i == 0} for i in range(4)])
+    found = routes_of_requests(engine, monkeypatch)
+    out = make_episodes(engine, how).generate(prompts, Sampling(300), [1, 2, 3, 4])
+
+    column = out.non_tensor_batch[ROUTES]
+    assert column[0].shape == (0, 2, 2) and not out.batch["response_mask"][0].any()
+    segments = 0
+    for i, (_, requests) in enumerate(sorted(found.items()), 1):
+        prompt, at = len(prompts.non_tensor_batch["raw_prompt_ids"][i]), 0
+        for (start, _), (ids, _) in zip(out.non_tensor_batch["segments"][i], segments_of(out, i), strict=True):
+            at = 0 if start == 0 and len(ids) > prompt else prompt + start
+            expected = {}
+            for tokens, routes in requests:
+                if ids[: len(tokens)] == tokens:
+                    expected = dict(enumerate(routes.sort(-1).values.tolist())) | expected
+            assert sorted(expected) == [*range(len(ids) - 1)]
+            assert column[i][at : at + len(ids) - 1].sort(-1).values.tolist() == [*expected.values()]
+            assert (column[i][at + len(ids) - 1 :][:1] == -1).all()  # of the last token
+            segments += 1
+    assert segments == 3 if kind == "tools" else segments > 5
+    assert kind != "tools" or any(own.get("tool_calls") for own in out.non_tensor_batch["agent_metrics"])
+
+    other = load_model(MODEL)
+    for router in other.routers:
+        router.weight.data.normal_()
+    for trainer in (model, other):
+        taken, stats = [], RoutingMetrics()
+        log_probs, *_ = batched_log_probs(trainer, out, 1.0, 1 << 20, routes=taken)
+        stats.watch(trainer)
+        for ours, engines in zip(taken, column):
+            ours = torch.where(engines < 0, -1, ours[: len(engines)])
+            assert torch.equal(ours.sort(-1).values, engines.sort(-1).values)
+        differing, off = stats.sums["router/differing_experts"], log_probs - out.batch["rollout_log_probs"]
+        assert (differing.total == 0 and off.abs().max() < 1e-4) == (trainer is model) and differing.count > 0
+
+
+def test_a_rank_whose_episodes_were_all_out_of_time_has_the_column_too(mixture):
+    """As ranks exchange rows. A rollout that has tokens but no experts is rejected."""
+    _, engine = mixture
+    how = MultiTurn(engine.tokenizer, interaction=Hangs, limits=MultiTurnArgs(episode_timeout=0.01))
+    rollouts = Rollouts.__new__(Rollouts)
+    rollouts.engine = engine
+    out = rollouts._checked(make_episodes(engine, how).generate(prompts_of(how, 2), Sampling(9), [1, 2]))
+    assert [row.shape for row in out.non_tensor_batch[ROUTES]] == [(0, 2, 2)] * 2
+    out.batch["attention_mask"][1, -1] = 1
+    with pytest.raises(InputError, match="the rollouts come without their experts"):
+        rollouts._checked(out)
 
 
 # ---- runs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_with_r3_replays_its_record(tmp_path, ranks):
+TURNS = ["--multi-turn.interaction", f"{__file__}:Asks", "--multi-turn.max-turn-tokens", "12"]
+TURNS += ["--max-response-length", "64"]
+
+
+@pytest.mark.parametrize(("ranks", "turns"), [(1, []), (2, TURNS)])
+def test_a_run_with_r3_replays_its_record(tmp_path, ranks, turns):
     """The engine's experts are in the record. The second run has no others, and would differ in its metrics. Two ranks
     also replay it with half of the experts each: rel 1e-3, abs 1e-4, for fp32 sums in another order."""
-    flags = [*MOE, *SMALL, "--routing-replay", "R3", "--num-mini-batches", "2", "--total-steps", "2", "--run-name"]
+    flags = [*MOE, *SMALL, *turns, "--routing-replay", "R3", "--num-mini-batches", "2", "--total-steps", "2"]
+    flags.append("--run-name")
     ran(fork("grpo", tmp_path, *flags, "a", "--record", str(tmp_path / "record"), ranks=ranks))
     ran(fork("grpo", tmp_path, *flags, "b", "--replay", str(tmp_path / "record"), ranks=ranks))
     first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
     assert first == second and len(first) == 2
     assert all(0 <= row["router/differing_experts"] < 0.1 and row["router/load_max"] >= 1 for row in first)
     assert all(0 < row["router/entropy"] < np.log(8) for row in first)
+    assert all(row.get("agent/turns_mean") == (3 if turns else None) for row in first)
     if ranks == 2:  # the server is not asked
         tensor = ["--tensor-parallel-size", "2", "--rollout-engine", "http://localhost:1"]
         ran(fork("grpo", tmp_path, *flags, "c", "--replay", str(tmp_path / "record"), *tensor, ranks=2))
@@ -293,16 +460,9 @@ def test_r2_replays_the_pass_before_the_update(tmp_path):
     assert row["router/differing_experts"] == 0 and abs(row["actor/ppo_kl"]) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["R3", "--multi-turn.tools", "calculator"], "--routing-replay R3: the experts of an episode's turns"),
-        (["R2", "--old-log-probs", "rollout"], "the forward pass that --routing-replay R2 needs"),
-    ],
-)
-def test_flags_that_do_not_go_with_a_replay(flags, why):
-    with pytest.raises(InputError, match=why):
-        parse_flags(grpo.Args, [*MOE, "--routing-replay", *flags])
+def test_r2_needs_the_pass_before_the_update():
+    with pytest.raises(InputError, match="the forward pass that --routing-replay R2 needs"):
+        parse_flags(grpo.Args, [*MOE, "--routing-replay", "R2", "--old-log-probs", "rollout"])
 
 
 def test_vllm_returns_no_experts_on_a_cpu():

@@ -21,7 +21,8 @@ def start(script: Path, *words: str, options: tuple[str, ...] = (), **env: str) 
 def test_a_copy_trains_with_the_models_data_and_scorers_of_plainrl(tmp_path):
     script = Path(shutil.copy(ROOT / "grpo.py", tmp_path / "mine.py"))
     words = [*DEFAULT_DATA, "--total-steps", "1", "--run-name", "run"]
-    ran(start(script, *words, PYTHONPATH=str(ROOT)))
+    done = ran(start(script, *words, PYTHONPATH=str(ROOT)))
+    assert "leaked" not in done.stderr  # what an extension reports at the end of objects that were never freed
     [row] = metrics(tmp_path / "runs/run")
     assert row["training/rows_in"] == 32 and row["reward/max"] > 0  # rewards/arithmetic.py, in workers
     first = json.loads((tmp_path / "runs/run/starts/1/start.json").read_text())
