@@ -23,7 +23,7 @@ from lib import InputError
 from lib.cli.flags import as_flag
 from lib.cli.process import command_line
 from lib.data import set_chat_template
-from lib.distributed import merged_weight
+from lib.distributed import merged_weight, saved_buffers
 from lib.model import add_lora, load_model, load_processor, load_tokenizer
 from lib.run import checkpoint as checkpoints
 from lib.run.disk import free_space
@@ -144,7 +144,7 @@ def weights(model: PreTrainedModel, source: Path, dtype: torch.dtype) -> Iterato
     folder, start = getattr(model, "weights_folder", ""), dict[str, Any]()
     if folder:
         start = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
-    buffers = checkpoints.saved_buffers(model)
+    buffers = saved_buffers(model)
     parameters = [(name, p) for name, p in model.named_parameters() if ".lora_" not in name]
     for layer in checkpoints.layers([*parameters, *buffers.items()]):
         values = {name: torch.empty_like(p, device="cpu") if p.is_meta else p.detach() for name, p in layer}

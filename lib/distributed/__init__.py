@@ -35,6 +35,6 @@ from lib.distributed.sharding import (
     shard_model,
 )
 from lib.distributed.sharding import clip_grad_norm, compute_device, fsdp_modules, set_gradient_sync
-from lib.distributed.sharding import Part, full_tensor, iter_full_params, merged_weight, weight_shards
+from lib.distributed.sharding import Part, full_tensor, iter_full_params, merged_weight, saved_buffers, weight_shards
 from lib.distributed.sharding import trainable_parameters, unsharded
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage, note_waits_in

@@ -227,11 +227,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def weight_shards(model: "PreTrainedModel", part: Part = "merged") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, this rank's shard as a DTensor). A collective. part:
+def weight_shards(
+    model: "PreTrainedModel", dtype: torch.dtype | None = None, part: Part = "merged"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, this rank's shard as a DTensor, as `dtype`). A collective. part:
 
     merged: of each weight, under its name before `add_lora` and with its LoRA update added, W + alpha / rank x B A.
-    Rows of W and B are split alike, and A is gathered.
+    Rows of W and B are split alike, and A is gathered. At the end come the saved buffers, whole and in their own dtype.
     base: the same without the update. adapter: of each A and B, by the names in peft's files."""
     device = compute_device(model)
     for module in fsdp_modules(model):
@@ -241,9 +243,18 @@ def weight_shards(model: "PreTrainedModel", part: Part = "merged") -> Iterator[t
             continue
         value = param.detach().to(device)
         if part == "merged":
-            yield merged_weight(model, name, value)
+            name, value = merged_weight(model, name, value)
         else:
-            yield name.replace(".base_layer.", ".").replace(".default.", "."), value
+            name = name.replace(".base_layer.", ".").replace(".default.", ".")
+        yield name, value if dtype is None else value.to(dtype)
+    if part != "adapter":
+        yield from ((name, value.to(device)) for name, value in saved_buffers(model).items())
+
+
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a model's files have, such as the routers' `e_score_correction_bias` (DeepSeek-V3)."""
+    buffers = dict(model.named_buffers())
+    return {name: value for name, value in model.state_dict().items() if name in buffers}
 
 
 @torch.no_grad()
@@ -266,8 +277,8 @@ def iter_full_params(
     """Yields (name, whole tensor) of the weights of `weight_shards`, one at a time, on every rank. A collective: every
     rank must run through all of it. Extra memory: twice the largest parameter. Tied weights come once, under the name
     of the embedding. dtype: a shard is cast before it is gathered."""
-    for name, shard in weight_shards(model, part):
-        yield name, full_tensor(shard if dtype is None else shard.to(dtype))
+    for name, shard in weight_shards(model, dtype, part):
+        yield name, full_tensor(shard)
 
 
 @contextmanager

@@ -162,10 +162,11 @@ class ServerWeights:
 
 
 def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """Successive tensors, in buckets of at most BUCKET_BYTES; a larger tensor is alone in its bucket."""
+    """Successive tensors of one dtype, in buckets of at most BUCKET_BYTES; a larger tensor is alone in its bucket."""
     bucket: dict[str, torch.Tensor] = {}
     for name, tensor in stream:
-        if bucket and sum(own.nbytes for own in bucket.values()) + tensor.nbytes > BUCKET_BYTES:
+        size = sum(own.nbytes for own in bucket.values()) + tensor.nbytes
+        if bucket and (size > BUCKET_BYTES or {own.dtype for own in bucket.values()} != {tensor.dtype}):
             yield [*bucket], [*bucket.values()]
             bucket = {}
         bucket[name] = tensor

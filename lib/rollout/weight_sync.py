@@ -12,6 +12,8 @@ import torch.distributed as dist
 from PIL import Image
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from lib import InputError
 from lib.data.vision import Media, Vision, media_hash
@@ -134,17 +136,25 @@ def _check_finite(model: PreTrainedModel, since: str) -> None:
 
 
 class CheckedStream:
-    """Iterates over (name, whole tensor) of the trainer's model, and keeps the checksum of what the engine took."""
+    """Iterates over (name, whole tensor) of the trainer's model, and keeps the checksum of what the engine took. Names
+    and tensors are those of the model's checkpoint: transformers holds the experts of a layer in one tensor, and vLLM
+    knows most families by their files."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, part: Part = "merged"):
         self.model, self.dtype, self.part = model, dtype, part
         self._sums: dict[str, torch.Tensor] = {}
+        changes = get_model_conversion_mapping(model, add_legacy=False)
+        # tensors come one by one: not if a file's tensor is several of them. An adapter's have peft's names
+        self._is_renamed = part != "adapter" and all(len(change.target_patterns) == 1 for change in changes)
 
     def __iter__(self):
         self._sums = {}
         for name, tensor in iter_full_params(self.model, self.dtype, self.part):
             self._sums[name] = _sum_of_bits(tensor)
-            yield name, tensor
+            if self._is_renamed:
+                yield from revert_weight_conversion(self.model, {name: tensor}).items()
+            else:
+                yield name, tensor
 
     @property
     def checksum(self) -> int:
@@ -155,20 +165,20 @@ class CheckedStream:
 def weight_checksum(model: PreTrainedModel, dtype: torch.dtype, parts: Sequence[Part] = ("merged",)) -> int:
     """An exact checksum of all weights as `dtype`, in any order. Each rank reads its own shards. A collective."""
     sums, pieces, ranks = {}, {}, dist.get_world_size()
-    for name, shard in chain.from_iterable(weight_shards(model, part) for part in parts):
+    for name, shard in chain.from_iterable(weight_shards(model, dtype, part) for part in parts):
         pieces[name] = 1  # each piece is on ranks / pieces ranks
         if isinstance(shard, DTensor):
             sizes = zip(shard.device_mesh.shape, shard.placements)
             pieces[name] = math.prod(size for size, placement in sizes if not placement.is_replicate())
             shard = shard.to_local()
-        sums[name] = _sum_of_bits(shard.to(dtype))
+        sums[name] = _sum_of_bits(shard)
     total = sum(pieces[name] * checksum for name, checksum in _checksums(sums).items())
     return sum(all_gather_lists([total])) // ranks % (1 << 64)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Of the elements. The sums of shards add up to that of the whole tensor."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(integer).sum(dtype=torch.int64)
 
 

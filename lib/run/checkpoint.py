@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -270,7 +270,7 @@ def export_hf(
 
 
 def _export_to(tmp: Path, model, processor, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-    first, weights = dist.get_rank() == 0, chain(iter_full_params(model, dtype), saved_buffers(model).items())
+    first, weights = dist.get_rank() == 0, iter_full_params(model, dtype)
     if first:
         write_model(tmp, model, weights, max_shard_bytes)
     else:
@@ -319,12 +319,6 @@ def layers(weights: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]
     convert some of its weights together (experts)."""
     for _, layer in groupby(weights, lambda weight: _layer(weight[0])):
         yield list(layer)
-
-
-def saved_buffers(model: Module) -> dict[str, torch.Tensor]:
-    """The buffers that a model's files have."""
-    buffers = dict(model.named_buffers())
-    return {name: value for name, value in model.state_dict().items() if name in buffers}
 
 
 def _shards(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

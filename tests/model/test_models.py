@@ -33,6 +33,7 @@ from lib.model import (
 from lib.model.attention import STATE_LAYERS, packed_attention
 from lib.model.memory import kv_bytes_per_token, meta_model
 from lib.rollout import HFEngine, Sampling, hf_engine, request_seeds
+from lib.rollout.weight_sync import CheckedStream
 from lib.run.checkpoint import export_hf
 from tests.common import ROOT, SMALL, TOY_MODEL, VOCAB, fork, metrics, ran, rollout_batch, run_ranks
 
@@ -334,7 +335,7 @@ EXPORTED = sorted({"gpt2", "llama", "qwen3_5", *{conversion(family): family for 
 
 
 def exported(world, folder):
-    """The families whose export is not what transformers' save_pretrained writes of the whole model."""
+    """The families of which an export or a sync is not what transformers' save_pretrained writes of the whole model."""
     different, tokenizer = [], load_tokenizer(TOY_MODEL)
     for family in EXPORTED:
         whole, ours = folder / family / "whole", folder / family / "ours"
@@ -347,9 +348,12 @@ def exported(world, folder):
         index = json.loads((ours / "model.safetensors.index.json").read_text())
         weights = {name: weight for file in files for name, weight in load_file(file).items()}
         again, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
-        state = model.state_dict()
+        state, synced = model.state_dict(), dict(CheckedStream(model, torch.float32))
+        held = dict(model.named_parameters()) if family == "hrm_text" else expected  # whose files join parameters
         if not (
             untouched
+            and synced.keys() == held.keys()
+            and all(torch.equal(held[name], weight) for name, weight in synced.items())
             and len(files) > 2
             and weights.keys() == expected.keys() == index["weight_map"].keys()
             and all(torch.equal(weights[name], weight) for name, weight in expected.items())

@@ -22,8 +22,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -624,8 +624,7 @@ BROKEN = {
 def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     """Tied head, prefix cache, packed experts; and an engine that took the weights and does not use them is caught."""
     vllm_weights = pytest.importorskip("lib.rollout.vllm_weights")
-    moe = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, "num_experts_per_tok": 2}
-    moe |= {"moe_intermediate_size": 32, "head_dim": 32}
+    moe = {"cls": MixtralForCausalLM, "config": MixtralConfig, "num_local_experts": 4, "num_experts_per_tok": 2}
     if kind == "moe":  # vLLM makes the group of experts for the first model of a process only
         groups = importlib.import_module("vllm.distributed.parallel_state")
         monkeypatch.setattr(groups, "_EP", groups._EP or groups._TP)
