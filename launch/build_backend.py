@@ -1,8 +1,7 @@
-"""Builds the wheel: the checkout as one folder plainrl/, because `lib` and `tools` are names that other packages take, too.
-plainrl.pth puts that folder at the end of sys.path, so that a copy of a script finds lib, rewards and tools in it.
+"""Builds the wheel for pip and uv (PEP 517): `pip wheel --no-deps .`, `pip install -e .`. It needs no packages.
 
-pip and uv call the two functions (PEP 517, PEP 660): `pip wheel --no-deps .`, `pip install --no-deps -e .`. Known build
-tools either give an editable install the paths of the wheel, or list each subpackage.
+The checkout is one folder plainrl/ in it, because `lib` and `tools` are names that other packages take, too. plainrl.pth
+puts that folder at the end of sys.path, so that a copy of a script finds lib, rewards and tools.
 """
 
 import base64
