@@ -1,7 +1,7 @@
 """Builds the wheel for pip and uv (PEP 517): `pip wheel --no-deps .`, `pip install -e .`. It needs no packages.
 
-The checkout is one folder plainrl/ in it, because `lib` and `tools` are names that other packages take, too. plainrl.pth
-puts that folder at the end of sys.path, so that a copy of a script finds lib, rewards and tools.
+The checkout is one folder plainrl/ in it, because other packages, too, may be called `lib` or `tools`. plainrl.pth puts
+that folder at the end of sys.path, so that a copy of a script finds lib, rewards and tools.
 """
 
 import base64
