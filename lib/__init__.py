@@ -16,7 +16,7 @@ for _name in ("annotated_types", "torch", "transformers", "tyro", "yaml"):
         _todo = (
             f"`make setup`, or beside a wheel the packages of {_root}/requirements-cpu.txt (on a GPU machine -gpu.txt)"
         )
-        if _bin.exists():
+        if _bin.exists() and Path(sys.prefix) != _bin.parent:
             _todo = f"`source {_bin}/activate`, or {_bin}/python in place of python"
         sys.exit(f"error: {sys.executable} has no module {_name!r}, so it is not plainrl's environment: {_todo}")
 
