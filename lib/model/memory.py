@@ -55,7 +55,7 @@ from lib.model import load, log_probs
 from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
 from lib.model.trace import replaced
 from lib.model.values import token_values
-from lib.model.vision import family_of, patches_per_feature, vision_names
+from lib.model.vision import cache_keyword, family_of, patches_per_feature, vision_names
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device
@@ -514,9 +514,9 @@ def _block_costs(model: PreTrainedModel, block: torch.nn.Module, patches: int) -
 
 @lru_cache(16)
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    cache = DynamicCache(config=model.config)
+    cache, decoder = DynamicCache(config=model.config), _decoder(model.eval())
     with torch.device("meta"), kernels_of_a_gpu(), torch.no_grad():
-        _decoder(model.eval())(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+        decoder(torch.zeros(1, 1, dtype=torch.long), use_cache=True, **{cache_keyword(decoder): cache})
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]  # a state does not grow
     return sum(t.numel() * t.itemsize for layer in layers for t in (layer.keys, layer.values))
 

@@ -253,7 +253,7 @@ def with_images(model: PreTrainedModel, inputs: dict) -> dict:
     if images.blocks is not None and "packed_runs" not in rest:
         from transformers.models.gemma3 import modeling_gemma3  # slow, and Gemma alone needs it
 
-        of_cache = rest.get("attention_mask"), rest.get("past_key_values")
+        of_cache = rest.get("attention_mask"), rest.get(cache_keyword(model))
         text = model.config.get_text_config()
         rest["attention_mask"] = modeling_gemma3.create_masks_for_vision_model(
             text, embeds, *of_cache, None, images.blocks
@@ -270,10 +270,16 @@ def _check_counts(parts: Sequence[torch.Tensor], counts: list[int] | None, kind:
         raise InputError(f"the {kind}s of {len(counts)} prompts {have}: {why}")
 
 
+def cache_keyword(model: PreTrainedModel) -> str:
+    """By which the model takes a cache: `cache` since transformers 5.24. "" if it takes none."""
+    takes = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in takes), "")
+
+
 def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
     """Logits (n, V) after the positions select (n,), which are indices into the (b, l) of the inputs. A method that
     `load_model` binds to vision models: what samples from a prompt with images goes through it."""
-    h = self.get_decoder()(**with_images(self, inputs), use_cache="past_key_values" in inputs).last_hidden_state
+    h = self.get_decoder()(**with_images(self, inputs), use_cache=cache_keyword(self) in inputs).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))
     return self.get_output_embeddings()(h)
 

@@ -1,6 +1,5 @@
 """The engine `hf`: samples with the trainer's own model, through transformers."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from lib.data_proto import DataProto
 from lib.distributed import compute_device, device_setter, unsharded
 from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept, log_probs_of
 from lib.model.routing import chosen_experts
-from lib.model.vision import images_of_prompts
+from lib.model.vision import cache_keyword, images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
 from lib.sampling import Sampling
@@ -39,7 +38,7 @@ class HFEngine(SteppedEngine):
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **_: Any):
         self.model, self.tokenizer, self.pad_token_id = model, tokenizer, tokenizer.pad_token_id
         self._use_device = device_setter()
-        self._cache_keyword = cache_keyword(model)
+        self._cache_keyword = known_cache(model)
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
         self._waiting: dict[str, tuple[list[int], Sampling, int, Media | None]] = {}
 
@@ -199,15 +198,14 @@ class HFEngine(SteppedEngine):
         return logits, positions if positions.ndim == 2 else positions.amax(0)
 
 
-def cache_keyword(model: PreTrainedModel) -> str:
+def known_cache(model: PreTrainedModel) -> str:
     """The keyword by which the model takes a cache. Raises InputError if this engine would sample from another policy
     than training computes: the model has its own kind of cache, or its layers carry a state through padding."""
-    text, takes = model.config.get_text_config(), inspect.signature(model.forward).parameters
-    names = [name for name in ("past_key_values", "cache_params") if name in takes]
-    if not names or (carries_state(model) and text.model_type not in SAMPLED_BY_HF):
+    name, model_type = cache_keyword(model), model.config.get_text_config().model_type
+    if not name or (carries_state(model) and model_type not in SAMPLED_BY_HF):
         kind = type(model).__name__.removeprefix("FSDP")
         raise InputError(f"--rollout-engine hf does not know how {kind} keeps its state: take vllm")
-    return names[0]
+    return name
 
 
 class GroupCache(Cache):

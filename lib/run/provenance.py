@@ -43,7 +43,7 @@ def write_start(
         "flags": redact_values(flags),
         "machine": _machine(),
         "commit": commit,
-        "lib_commit": _commit(Path(__file__).parent),  # a copy of a script may be in another repository
+        "lib_commit": _lib_commit(),  # a copy of a script may be in another repository
         "untracked": untracked,
         "untracked_files": number,
         "python": platform.python_version(),
@@ -78,6 +78,12 @@ def _commit(folder: Path) -> str | None:
     with suppress(OSError):
         return b"".join(_git(folder, "rev-parse", "HEAD")).decode().strip()
     return None
+
+
+def _lib_commit() -> str | None:
+    """That of lib/, which an installed wheel brings in a file: its folder may be in another project's checkout."""
+    file = Path(__file__).parents[2] / "COMMIT"
+    return file.read_text() or None if file.exists() else _commit(file.parent)
 
 
 def _untracked(folder: Path) -> tuple[list[str], int | None]:

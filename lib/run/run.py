@@ -668,6 +668,8 @@ def typed_command(resume: str | None = None, total_steps: int | None = None) -> 
     if line[-len(sys.argv) :] != sys.argv:
         line, launcher = sys.orig_argv, None
     start, script, flags = line[: -len(sys.argv)], sys.argv[:1], sys.argv[1:]
+    if start[-1:] == ["-m"]:
+        script = line[len(start) :][:1]  # the module, of which argv has the file
     if len(start) > 1 and Path(start[1]).name in ("torchrun", "accelerate"):  # [0] is the interpreter of its first line
         start = [Path(start[1]).name, *start[2:]]
     if resume is not None:

@@ -38,7 +38,7 @@ from lib.model import (
 )
 from lib.model.attention import attention_and_packing
 from lib.model.load import decoder_layers
-from lib.model.vision import family_of, images_of_prompts, vision_names
+from lib.model.vision import cache_keyword, family_of, images_of_prompts, vision_names
 from lib.run.checkpoint import export_hf
 from tests.common import (
     IMAGE,
@@ -284,7 +284,7 @@ def test_prefill_of_padded_prompts(tmp_path, kind):
     )
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": rope, "images": images}
     with torch.no_grad():
-        for more in ({}, {"past_key_values": DynamicCache(config=model.config)}):
+        for more in ({}, {cache_keyword(model): DynamicCache(config=model.config)}):
             logits = model.prompt_logits(inputs | more, last)
             torch.testing.assert_close(logits, torch.stack(expected), rtol=1e-11, atol=1e-11)
     assert images_of_prompts(model, ids, [{}] * len(ids)) is None

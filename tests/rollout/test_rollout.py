@@ -43,6 +43,7 @@ from lib.distributed import (
     unsharded,
 )
 from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
+from lib.model.vision import cache_keyword
 from lib.rollout import (
     NoRecorder,
     Rollouts,
@@ -428,7 +429,7 @@ def test_a_prompts_keys_and_values_kept_once_change_no_sample(world, tmp_path, d
     mixed = prompts_of([*texts[:3] * 3, *texts[3:]])  # three groups, three rows of their own
     equal = prompts_of([[9 + i, *range(20, 30)] for i in range(4)] * 3)  # no padding, hence no mask
     kept, longest = [], 0
-    model.register_forward_pre_hook(lambda _, __, kw: kept.append(kw["past_key_values"]), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, __, kw: kept.append(kw[cache_keyword(model)]), with_kwargs=True)
     for prompts in (mixed, equal):
         seeds = request_seeds(1, 7, list(range(len(prompts))))
         out = engine.generate(prompts, Sampling(80, 0.8), seeds)
@@ -451,7 +452,7 @@ def test_a_group_holds_its_prompt_once_and_as_long_as_a_row_runs(world, tmp_path
     sizes = []
 
     def record(_, __, kwargs):
-        for layer in getattr(kwargs["past_key_values"], "layers", []):
+        for layer in getattr(kwargs[cache_keyword(model)], "layers", []):
             if isinstance(layer, GroupLayer):
                 sizes.append((len(layer.prompt_keys), len(layer.prompt_values), len(kwargs["input_ids"])))
 
@@ -471,7 +472,7 @@ def test_attention_that_cannot_be_joined_keeps_a_copy_a_row(world, tmp_path):
     for folder, more, attention in (("a", {}, "eager"), ("b", capped, "packed_sdpa")):
         model = load_model(save_tiny(tmp_path / folder, **more), attn_implementation=attention)
         cache = DynamicCache(config=model.config)
-        model(input_ids=torch.arange(9, 12)[None], past_key_values=cache)
+        model(input_ids=torch.arange(9, 12)[None], **{cache_keyword(model): cache})
         assert not can_group(model, cache)
 
 

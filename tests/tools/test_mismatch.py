@@ -21,6 +21,7 @@ from lib.data_proto import DataProto
 from lib.manifest import entry, write_manifest
 from lib.model import add_lora, load_model, log_probs_of
 from lib.model.log_probs import _of_tokens
+from lib.model.vision import cache_keyword
 from lib.sampling import Sampling
 from tests.common import ROOT, TOY_MODEL, randomize_lora_b
 from tests.mutants.planting import run
@@ -77,10 +78,9 @@ def of_row(model, prompt: list[int], response: list[int], sampling: Sampling, ca
         if cache is None:
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         else:
-            parts = [model(ids[:, : len(prompt)], past_key_values=cache).logits[0, -1:]]
-            parts += [
-                model(ids[:, i : i + 1], past_key_values=cache).logits[0] for i in range(len(prompt), len(ids[0]) - 1)
-            ]
+            own = {cache_keyword(model): cache}
+            parts = [model(ids[:, : len(prompt)], **own).logits[0, -1:]]
+            parts += [model(ids[:, i : i + 1], **own).logits[0] for i in range(len(prompt), len(ids[0]) - 1)]
             logits = torch.cat(parts)
     z, y = logits.double() / sampling.temperature, ids[0, len(prompt) :, None]
     ranked = z.sort(-1, descending=True).values
