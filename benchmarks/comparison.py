@@ -139,25 +139,25 @@ SETTINGS = {
     ),
 }
 
+ONE, FOUR_UPDATES, SIXTEEN = "one update a step, 3e-4", "4 updates a step, 1e-4", "16 updates a step, 1e-4"
 GROUPS, ROWS = "--prompts-per-step 16", "--prompts-per-step 128"  # 128 responses a step
-ONE = "--lr 3e-4"
-SIXTEEN = "--lr 1e-4 --num-mini-batches 4 --update-epochs 4"  # ratios leave 1
-LONG_SETTINGS = {  # in the order in which they are run with each seed
-    "grpo": Setting("one update a step, learning rate 3e-4", f"{GROUPS} {ONE}"),
-    "maxrl": Setting("one update a step, learning rate 3e-4", f"{GROUPS} {ONE} --adv-estimator maxrl"),
-    "rloo": Setting("one update a step, learning rate 3e-4", f"{GROUPS} {ONE} --adv-estimator rloo"),
-    "remax": Setting("one update a step, learning rate 3e-4", f"{ROWS} {ONE}", "remax"),
-    "vanilla": Setting("16 updates a step, learning rate 1e-4", f"{GROUPS} {SIXTEEN}"),
+OFTEN = f"{GROUPS} --lr 1e-4 --num-mini-batches 4 --update-epochs 4"  # ratios leave 1
+LONG_SETTINGS = {  # each is compared with the first of its group
+    "grpo": Setting(ONE, f"{GROUPS} --lr 3e-4"),
+    "maxrl": Setting(ONE, f"{GROUPS} --lr 3e-4 --adv-estimator maxrl"),
+    "rloo": Setting(ONE, f"{GROUPS} --lr 3e-4 --adv-estimator rloo"),
+    "remax": Setting(ONE, f"{ROWS} --lr 3e-4", "remax"),
+    "4 updates: vanilla": Setting(FOUR_UPDATES, f"{GROUPS} --lr 1e-4 {FOUR}"),
+    "dapo": Setting(FOUR_UPDATES, f"{GROUPS} --lr 1e-4", "dapo"),
+    "ppo": Setting(FOUR_UPDATES, f"{ROWS} --lr 1e-4", "ppo"),
+    "16 updates: vanilla": Setting(SIXTEEN, OFTEN),
     **{
-        f"--loss {loss}": Setting("16 updates a step, learning rate 1e-4", f"{GROUPS} {SIXTEEN} --loss {loss}")
+        f"--loss {loss}": Setting(SIXTEEN, f"{OFTEN} --loss {loss}")
         for loss in ("reinforce", "cispo", "gspo", "sapo", "geo_mean", "dppo_tv", "two_sided")
     },
     "--loss gspo, bounds 0.01": Setting(
-        "16 updates a step, learning rate 1e-4",
-        f"{GROUPS} {SIXTEEN} --loss gspo --loss-kwargs.cliprange-low 0.01 --loss-kwargs.cliprange-high 0.01",
+        SIXTEEN, f"{OFTEN} --loss gspo --loss-kwargs.cliprange-low 0.01 --loss-kwargs.cliprange-high 0.01"
     ),
-    "dapo": Setting("16 updates a step, learning rate 1e-4", f"{GROUPS} {SIXTEEN}", "dapo"),
-    "ppo": Setting("16 updates a step, learning rate 1e-4", f"{ROWS} {SIXTEEN}", "ppo"),
 }
 
 
