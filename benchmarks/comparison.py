@@ -14,6 +14,7 @@ those of tools/compare.py, with seeds as blocks and 99 % intervals.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -219,7 +220,8 @@ def _said(found: Difference | None) -> str:
     """Two cells."""
     if found is None:
         return "| "
-    return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f}) | {found.verdict}"
+    interval = "" if math.isnan(found.low) else f" ({found.low:+.3f} to {found.high:+.3f})"  # one seed has none
+    return f"{found.mean:+.3f}{interval} | {found.verdict}"
 
 
 def draw_all(records: dict[str, dict]) -> None:
