@@ -23,13 +23,11 @@ if __name__ == "__main__":  # this folder holds math.py, which would hide Python
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     import lib  # noqa: F401  outside the environment it says what to do
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from string import ascii_lowercase
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data import toy
@@ -87,27 +85,11 @@ def warm_up(
     def draw(rng: random.Random) -> tuple[list[int], list[int], dict]:
         while (asked := question(kind := rng.choice([*KINDS]), digits := draw_list(rng))) in held_out:
             pass
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": asked}], tokenize=False, add_generation_prompt=True
-        )
-        start = len(tokenizer.encode(prompt))
         shown = response(kind, digits, lambda: rng.random() < SHARE_FORGOTTEN)
-        ids = [*tokenizer.encode(prompt + shown), tokenizer.eos_token_id]
-        return ids, [0] * start + [1] * (len(ids) - start), {}
+        return toy.encode_demonstration(tokenizer, asked, shown)
 
     return toy.imitate(tokenizer, draw, steps=steps, hidden_size=64, **settings)
 
 
-def main() -> None:
-    torch.set_num_threads(1)  # the sums inside a matrix product depend on the number of threads
-    FOLDER.mkdir(exist_ok=True)
-    tokenizer, (train, val) = toy.make_tokenizer(), make_rows()
-    for name, rows in (("train", train), ("val", val)):
-        (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model, losses = warm_up(tokenizer, {row["prompt"][0]["content"] for row in val})
-    toy.save_model(model, tokenizer, FOLDER / "model")
-    print(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}; wrote {FOLDER}")
-
-
 if __name__ == "__main__":
-    main()
+    toy.write_task(FOLDER, toy.make_tokenizer(), make_rows(), warm_up)
