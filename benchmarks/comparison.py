@@ -366,8 +366,10 @@ def main(
     names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1, rates: bool = False, long: bool = False
 ) -> None:
     """names: of SETTINGS, which are run although they are in the record. jobs: runs at a time."""
-    if rates or long:
-        return run_rates() if rates else run_long()
+    if rates:
+        return run_rates()
+    if long:
+        return run_long()
     todo = names or tuple(name for name in SETTINGS if name not in results())
     with ThreadPoolExecutor(jobs) as pool:
         for name in () if draw else todo:

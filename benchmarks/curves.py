@@ -79,8 +79,9 @@ def job_env(ranks: int) -> dict[str, str]:
 
 
 def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str, ...] = ()) -> dict:
-    """One run in processes of its own: its curves (those of `keys`, too), wall and CPU seconds (start-up and validation
-    included)."""
+    """One run in processes of its own: its curves, wall and CPU seconds (start-up and validation included).
+
+    keys: more metrics of which the curves are wanted."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = sys.executable if ranks == 1 else "launch/one_node.sh"
         command = [launcher, f"{script}.py", *FLAGS.split(), *shlex.split(flags), "--seed", str(seed)]

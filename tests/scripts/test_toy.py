@@ -178,9 +178,8 @@ def test_a_start_that_does_each_step_but_forgets_most_carries(tokenizer):
     prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
     batch = tokenizer([*map(str.__add__, prompts, texts)], padding=True, padding_side="right", return_tensors="pt")
     with torch.no_grad():
-        probs = (
-            model(**batch).logits[:, :-1].softmax(-1).gather(2, batch["input_ids"][:, 1:, None])[..., 0]
-        )  # (B, L - 1)
+        probs = model(**batch).logits[:, :-1].softmax(-1)  # (B, L - 1, V)
+    probs = probs.gather(2, batch["input_ids"][:, 1:, None])[..., 0]  # (B, L - 1)
     for question, text, prompt, of_row in zip(asked, texts, prompts, probs.tolist()):
         kind, digits, start = question[0], [int(digit) for digit in question[2::2]], len(tokenizer.encode(prompt)) - 1
         units = [0, *(int(text[4 * i + 3]) for i in range(len(digits)))]
