@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import mean
 from typing import Any, NamedTuple
 
-from benchmarks import pretrained
+from benchmarks import comparison, pretrained
 from benchmarks.curves import ACCURACY, RESULTS
 
 CURVES = ("scripts_curve", "estimators_curve", "comparison", "multi_turn_curve", "turn_credit", "agent_learn")
@@ -14,6 +14,7 @@ CURVES += ("compaction_curve", "vision_curve", "moe_curve")
 TASKS = {  # of the model that a command names
     "data/toy/model": "Three-digit addition, where right samples are frequent",
     "data/toy_rare/model": "Three-digit addition, where right samples are rare",
+    "data/toy_long/model": "Running totals of a list, three data sources (mean)",
     "data/toy_tools/model": "Products of five digits",
     "data/toy_list/model": "A list that is longer than the context",
     "data/toy_vision/model": "Counting shapes in an image",
@@ -57,6 +58,7 @@ def rows() -> Iterator[Row]:
             seeds = [run["seed"] for run in runs]
             script, task = script_of(record["command"]), task_of(record["command"])
             yield Row(task, script, setting, seeds, curves, seconds, record["commit"], f"{name}.json")
+    yield from long_responses()
     yield from replayed(load("replay"))
     yield from asynchronous(load("async_rollouts")["learn"])
     yield from against_trl(load("vs_trl_learn"))
@@ -74,6 +76,15 @@ def script_of(command: str) -> str:
 def task_of(command: str) -> str:
     model = re.search(r"--model (\S+)", command)
     return TASKS[model[1] if model else "data/toy/model"]
+
+
+def long_responses() -> Iterator[Row]:
+    for setting, by_seed in comparison.long_runs().items():
+        if runs := [by_seed[seed] for seed in sorted(by_seed)]:
+            curves, seconds = [run["curves"][ACCURACY] for run in runs], [run["cpu_seconds"] for run in runs]
+            command, commits = runs[0]["command"], ", ".join(dict.fromkeys(run["commit"] for run in runs))
+            record = comparison.LONG_RECORD.name
+            yield Row(task_of(command), script_of(command), setting, sorted(by_seed), curves, seconds, commits, record)
 
 
 def replayed(record: dict[str, Any]) -> Iterator[Row]:

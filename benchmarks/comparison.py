@@ -4,7 +4,9 @@
     python -m benchmarks.comparison --names grpo rloo    runs these anew
     python -m benchmarks.comparison --rates              twelve of them at other learning rates; one run a line in
                                                          comparison_rates.jsonl, so that it goes on where it was stopped
-    python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the table
+    python -m benchmarks.comparison --long               those of LONG_SETTINGS on the long responses of
+                                                         data/toy_long.py; likewise, in comparison_long.jsonl
+    python -m benchmarks.comparison --draw               draws docs/comparison_curve.png, prints the tables
 
 Each is a script with flags, run with five seeds, one thread a run (four and a half hours of a core for all). Of each
 run counts the mean of its greedy accuracy on held-out sums over steps 0 to 100: who learns early has more. Verdicts are
@@ -12,10 +14,13 @@ those of tools/compare.py, with seeds as blocks and 99 % intervals.
 """
 
 import json
+import math
 import statistics
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby, product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +32,7 @@ from tools.compare import Difference, paired_difference
 
 RECORD = ROOT / "benchmarks/results/comparison.json"
 RATES_RECORD = ROOT / "benchmarks/results/comparison_rates.jsonl"
+LONG_RECORD = ROOT / "benchmarks/results/comparison_long.jsonl"
 SEEDS = (1, 2, 3, 4, 5)
 CONFIDENCE = 0.99  # of 50 rows without a difference one in two tables has a verdict
 TASK = "--config data/toy/preset.yaml --model data/toy_rare/model --total-steps 100 --val-every 5 --show-samples 0"
@@ -57,6 +63,14 @@ BASE = {  # of settings or their groups, where it is not grpo
     "256 prompts": "uniform",
     "asynchronous rollouts": "level 0",
 }
+LONG_TASK = (
+    "--config data/toy/preset.yaml --model data/toy_long/model --train-files data/toy_long/train.jsonl "
+    "--val-files data/toy_long/val.jsonl --max-prompt-length 40 --max-response-length 56 --total-steps 30 "
+    "--val-every 5 --show-samples 0"
+)
+LONG_SOURCES = ("toy/add", "toy/subtract", "toy/double")
+CLIPPED, KL = "actor/pg_clipfrac", "actor/ppo_kl"
+LONG_KEYS = (ACCURACY, *(f"val/{source}/mean@1" for source in LONG_SOURCES), CLIPPED, KL)
 
 
 class Setting(NamedTuple):
@@ -126,6 +140,27 @@ SETTINGS = {
     ),
 }
 
+ONE, FOUR_UPDATES, SIXTEEN = "one update a step, 3e-4", "4 updates a step, 1e-4", "16 updates a step, 1e-4"
+GROUPS, ROWS = "--prompts-per-step 16", "--prompts-per-step 128"  # 128 responses a step
+OFTEN = f"{GROUPS} --lr 1e-4 --num-mini-batches 4 --update-epochs 4"  # ratios leave 1
+LONG_SETTINGS = {  # each is compared with the first of its group
+    "grpo": Setting(ONE, f"{GROUPS} --lr 3e-4"),
+    "maxrl": Setting(ONE, f"{GROUPS} --lr 3e-4 --adv-estimator maxrl"),
+    "rloo": Setting(ONE, f"{GROUPS} --lr 3e-4 --adv-estimator rloo"),
+    "remax": Setting(ONE, f"{ROWS} --lr 3e-4", "remax"),
+    "4 updates: vanilla": Setting(FOUR_UPDATES, f"{GROUPS} --lr 1e-4 {FOUR}"),
+    "dapo": Setting(FOUR_UPDATES, f"{GROUPS} --lr 1e-4", "dapo"),
+    "ppo": Setting(FOUR_UPDATES, f"{ROWS} --lr 1e-4", "ppo"),
+    "16 updates: vanilla": Setting(SIXTEEN, OFTEN),
+    **{
+        f"--loss {loss}": Setting(SIXTEEN, f"{OFTEN} --loss {loss}")
+        for loss in ("reinforce", "cispo", "gspo", "sapo", "geo_mean", "dppo_tv", "two_sided")
+    },
+    "--loss gspo, bounds 0.01": Setting(
+        SIXTEEN, f"{OFTEN} --loss gspo --loss-kwargs.cliprange-low 0.01 --loss-kwargs.cliprange-high 0.01"
+    ),
+}
+
 
 def results() -> dict[str, dict]:
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
@@ -185,7 +220,8 @@ def _said(found: Difference | None) -> str:
     """Two cells."""
     if found is None:
         return "| "
-    return f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f}) | {found.verdict}"
+    interval = "" if math.isnan(found.low) else f" ({found.low:+.3f} to {found.high:+.3f})"  # one seed has none
+    return f"{found.mean:+.3f}{interval} | {found.verdict}"
 
 
 def draw_all(records: dict[str, dict]) -> None:
@@ -209,12 +245,27 @@ def draw_all(records: dict[str, dict]) -> None:
     figure.savefig(ROOT / "docs/comparison_curve.png")
 
 
+def recorded_runs(record: Path) -> list[dict]:
+    """Of a record with one run a line."""
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def append_run(
+    record: Path, script: str, flags: str, seed: int, keys: tuple[str, ...] = (ACCURACY,), **labels: str
+) -> None:
+    """Runs it and appends the curves of `keys`, after the labels."""
+    run = run_seed(script, flags, seed, keys=keys)
+    run["curves"] = {key: run["curves"][key] for key in keys}
+    run = {**labels, "command": f"python {script}.py {flags}", **provenance(1), **run}
+    with record.open("a") as file:
+        file.write(json.dumps(run) + "\n")
+
+
 def rate_runs() -> dict[tuple[str, str], dict[int, dict]]:
     """For each setting of AT_RATES and learning rate: its runs by seed, as far as they exist."""
     recorded = {(name, RATES[0]): name for name in AT_RATES} | {("grpo", "3e-4"): "learning rate x 3"}
     found = {key: {run["seed"]: run for run in results()[name]["runs"]} for key, name in recorded.items()}
-    for line in RATES_RECORD.read_text().splitlines() if RATES_RECORD.exists() else []:
-        run = json.loads(line)
+    for run in recorded_runs(RATES_RECORD):
         found.setdefault((run["setting"], run["lr"]), {})[run["seed"]] = run
     return found
 
@@ -225,12 +276,7 @@ def run_rates() -> None:
     for seed, lr, name in product(SEEDS, RATES, AT_RATES):
         if seed not in done.get((name, lr), {}):
             setting = SETTINGS[name]
-            flags = f"{TASK} {setting.flags} --lr {lr}"
-            run = run_seed(setting.script, flags, seed)
-            run["curves"] = {ACCURACY: run["curves"][ACCURACY]}
-            run = {"setting": name, "lr": lr, "command": f"python {setting.script}.py {flags}", **provenance(1), **run}
-            with RATES_RECORD.open("a") as file:
-                file.write(json.dumps(run) + "\n")
+            append_run(RATES_RECORD, setting.script, f"{TASK} {setting.flags} --lr {lr}", seed, setting=name, lr=lr)
 
 
 def rate_table() -> str:
@@ -266,10 +312,64 @@ def _mean_of(scores: dict[int, float]) -> str:
     return f"{statistics.mean(scores.values()):.2f}" + f" ({len(scores)} of 5 seeds)" * (len(scores) < len(SEEDS))
 
 
-def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1, rates: bool = False) -> None:
+def long_runs() -> dict[str, dict[int, dict]]:
+    """For each of LONG_SETTINGS: its runs by seed, as far as they exist."""
+    found: dict[str, dict[int, dict]] = {name: {} for name in LONG_SETTINGS}
+    for run in recorded_runs(LONG_RECORD):
+        found[run["setting"]][run["seed"]] = run
+    return found
+
+
+def run_long() -> None:
+    """All settings with one seed, then all with the next."""
+    done = long_runs()
+    for seed, (name, setting) in product(SEEDS, LONG_SETTINGS.items()):
+        if seed not in done[name]:
+            append_run(LONG_RECORD, setting.script, f"{LONG_TASK} {setting.flags}", seed, LONG_KEYS, setting=name)
+
+
+def long_table() -> str:
+    """One line a setting, with its difference from the first of its group. Clipped tokens and KL are means of all
+    steps."""
+    lines = [
+        "| | mean accuracy of steps 0 to 30 | difference, 99 % interval | verdict | add, subtract, double in the end "
+        "| clipped tokens | KL to the policy that sampled |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    runs_of = long_runs()
+    scores = {name: {seed: mean_accuracy(run) for seed, run in runs.items()} for name, runs in runs_of.items()}
+    for group, names in groupby(LONG_SETTINGS, lambda name: LONG_SETTINGS[name].group):
+        lines.append(f"| **{group}** | | | | | | |")
+        base, *_ = names = [*names]
+        for name in names:
+            own, runs = scores[name], runs_of[name]
+            seeds = sorted(own.keys() & scores[base].keys())
+            if name == base:
+                said = "| "
+            elif not seeds:
+                said = "not run yet | "
+            else:
+                said = _said(difference([own[seed] for seed in seeds], [scores[base][seed] for seed in seeds]))
+            ends = [_over(runs, key, lambda values: values[-1], ".2f") for key in LONG_KEYS[1:4]]
+            moved = [_over(runs, key, statistics.mean, ".4f") for key in (CLIPPED, KL)]
+            lines.append(f"| {name} | {_mean_of(own)} | {said} | {', '.join(ends)} | {' | '.join(moved)} |")
+    return "\n".join(lines)
+
+
+def _over(runs: dict[int, dict], key: str, of_curve: Callable[[list[float]], float], form: str) -> str:
+    """The mean over the runs of `of_curve`, a function of a metric's values; "–" if no run has the metric."""
+    curves = [[value for _, value in run["curves"][key]] for run in runs.values()]
+    return format(statistics.mean(map(of_curve, curves)), form) if any(curves) else "–"
+
+
+def main(
+    names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1, rates: bool = False, long: bool = False
+) -> None:
     """names: of SETTINGS, which are run although they are in the record. jobs: runs at a time."""
     if rates:
         return run_rates()
+    if long:
+        return run_long()
     todo = names or tuple(name for name in SETTINGS if name not in results())
     with ThreadPoolExecutor(jobs) as pool:
         for name in () if draw else todo:
@@ -281,7 +381,7 @@ def main(names: tuple[str, ...] = (), draw: bool = False, jobs: int = 1, rates: 
             launcher = "python" if setting.ranks == 1 else f"GPUS={setting.ranks} launch/one_node.sh"
             write(name, {"command": f"{launcher} {setting.script}.py {flags}", **how, "runs": runs})
     draw_all(results())
-    print(table(results()), rate_table(), sep="\n\n")
+    print(table(results()), rate_table(), long_table(), sep="\n\n")
 
 
 if __name__ == "__main__":

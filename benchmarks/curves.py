@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -77,8 +78,10 @@ def job_env(ranks: int) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "GPUS": str(ranks), "PATH": path}
 
 
-def run_seed(script: str, flags: str, seed: int, ranks: int = 1) -> dict:
-    """One run in processes of its own: its curves, wall and CPU seconds (start-up and validation included)."""
+def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str, ...] = ()) -> dict:
+    """One run in processes of its own: its curves, wall and CPU seconds (start-up and validation included).
+
+    keys: more metrics of which the curves are wanted."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = sys.executable if ranks == 1 else "launch/one_node.sh"
         command = [launcher, f"{script}.py", *FLAGS.split(), *shlex.split(flags), "--seed", str(seed)]
@@ -91,9 +94,11 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1) -> dict:
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{Path(folder, 'log').read_text()[-3000:]}")
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
-    for row in rows:  # whatever the data source is called
-        row.update((ACCURACY, row[key]) for key in [*row] if key.endswith("/mean@1"))
-    curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in [*PANELS, *COSTS, TOOL_CALLS]}
+    for row in rows:  # whatever the data sources are called; equal weights, if there are several
+        if of_sources := [row[key] for key in row if key.endswith("/mean@1")]:
+            row[ACCURACY] = statistics.mean(of_sources)
+    wanted = [*PANELS, *COSTS, TOOL_CALLS, *keys]
+    curves = {key: [(row["step"], row[key]) for row in rows if key in row] for key in wanted}
     result = {
         "seed": seed,
         "accuracy_before": curves[ACCURACY][0][1],

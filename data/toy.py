@@ -136,6 +136,17 @@ def make_llama(tokenizer: PreTrainedTokenizerFast, hidden_size: int) -> LlamaFor
     return LlamaForCausalLM(llama_config(tokenizer, hidden_size))
 
 
+def encode_demonstration(
+    tokenizer: PreTrainedTokenizerFast, question: str, response: str
+) -> tuple[list[int], list[int], dict]:
+    """One turn as `imitate` wants it: the model is to write the response and its end."""
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    start = len(tokenizer.encode(prompt))
+    ids = [*tokenizer.encode(prompt + response), tokenizer.eos_token_id]
+    return ids, [0] * start + [1] * (len(ids) - start), {}
+
+
 def warm_up(
     tokenizer: PreTrainedTokenizerFast,
     held_out: set[str],
@@ -151,11 +162,7 @@ def warm_up(
             a, b = rng.randint(100, 999), rng.randint(100, 999)
             if f"{a}+{b}" not in held_out and f"{b}+{a}" not in held_out:
                 break
-        messages = [{"role": "user", "content": f"{a}+{b}"}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        start = len(tokenizer.encode(prompt))
-        ids = [*tokenizer.encode(prompt + demonstrate(a, b, rng)), tokenizer.eos_token_id]
-        return ids, [0] * start + [1] * (len(ids) - start), {}
+        return encode_demonstration(tokenizer, f"{a}+{b}", demonstrate(a, b, rng))
 
     return imitate(tokenizer, draw, steps=steps, **settings)
 
@@ -209,17 +216,18 @@ def save_model(model: PreTrainedModel, processor: PreTrainedTokenizerFast | Proc
     processor.save_pretrained(folder)
 
 
-def main() -> None:
+def write_task(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, rows: tuple[list[dict], list[dict]], warm_up: Callable[..., tuple]
+) -> None:
+    """train.jsonl, val.jsonl and model/. warm_up(tokenizer, the questions of val) -> model, losses."""
     torch.set_num_threads(1)  # the sums inside a matrix product depend on the number of threads
-    FOLDER.mkdir(exist_ok=True)
-    tokenizer = make_tokenizer()
-    train, val = make_rows()
-    for name, rows in (("train", train), ("val", val)):
-        (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model, losses = warm_up(tokenizer, {row["prompt"][0]["content"] for row in val})
-    save_model(model, tokenizer, FOLDER / "model")
-    print(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}; wrote {FOLDER}")
+    folder.mkdir(exist_ok=True)
+    for name, of_split in zip(("train", "val"), rows):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_split))
+    model, losses = warm_up(tokenizer, {row["prompt"][0]["content"] for row in rows[1]})
+    save_model(model, tokenizer, folder / "model")
+    print(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}; wrote {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    write_task(FOLDER, make_tokenizer(), make_rows(), warm_up)

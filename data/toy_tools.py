@@ -24,11 +24,9 @@ if __name__ == "__main__":  # this folder holds math.py, which would hide Python
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
     import lib  # noqa: F401  outside the environment it says what to do
 
-import json
 import random
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from data import toy
@@ -129,17 +127,5 @@ def warm_up(
     return toy.imitate(tokenizer, draw, steps=steps, **settings)
 
 
-def main() -> None:
-    torch.set_num_threads(1)  # the sums inside a matrix product depend on the number of threads
-    FOLDER.mkdir(exist_ok=True)
-    tokenizer = make_tokenizer()
-    train, val = make_rows()
-    for name, rows in (("train", train), ("val", val)):
-        (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model, losses = warm_up(tokenizer, {row["prompt"][0]["content"] for row in val})
-    toy.save_model(model, tokenizer, FOLDER / "model")
-    print(f"warm-up loss {losses[0]:.3f} -> {losses[-1]:.3f}; wrote {FOLDER}")
-
-
 if __name__ == "__main__":
-    main()
+    toy.write_task(FOLDER, make_tokenizer(), make_rows(), warm_up)

@@ -112,7 +112,8 @@ def test_grpo_and_trl_learn_the_same_from_the_same_samples(tmp_path):
 
 def test_tables_of_the_documents_are_those_of_their_records():
     page = (ROOT / "docs/comparison.md").read_text()
-    assert comparison.table(comparison.results()) in page and comparison.rate_table() in page
+    for table in (comparison.table(comparison.results()), comparison.rate_table(), comparison.long_table()):
+        assert table in page
     assert pretrained.table(pretrained.records()) in (ROOT / "docs/pretrained.md").read_text()
 
 
@@ -127,7 +128,7 @@ def test_the_page_of_results_is_that_of_all_records():
     page, folder = (ROOT / "docs/results.md").read_text(), ROOT / "benchmarks/results"
     assert page == all_runs.page() + "\n", "python -m benchmarks.all_runs > docs/results.md"
     of_runs = [file for file in folder.glob("*.json") if has_seeds(json.loads(file.read_text()))]
-    of_runs += folder.glob("pretrained/*.jsonl")
+    of_runs += [*folder.glob("pretrained/*.jsonl"), comparison.LONG_RECORD]
     assert len(of_runs) > 15
     for file in of_runs:
         assert f"](../benchmarks/results/{file.relative_to(folder)})" in page, "a record is not on the page"
@@ -139,7 +140,7 @@ def test_the_runs_at_other_learning_rates_go_on_where_they_were_stopped(tmp_path
     """With a function in the place of a run: maxrl has 0.9 at 1e-3, all others 0.5 where there is no record."""
     asked, stop = [], [30]
 
-    def run(script, flags, seed):
+    def run(script, flags, seed, keys):
         if len(asked) in stop:
             raise KeyboardInterrupt
         asked.append((script, flags, seed))
@@ -160,6 +161,52 @@ def test_the_runs_at_other_learning_rates_go_on_where_they_were_stopped(tmp_path
     rows = {line.split(" | ")[0].strip("| "): line for line in comparison.rate_table().splitlines()}
     assert rows["maxrl"].endswith("| more |") and rows["dr_grpo"].endswith("| less |")  # than grpo's 0.82 at 3e-4
     assert not any(word in comparison.rate_table() for word in ("seeds)", "–", "not run"))
+
+
+def test_the_runs_of_long_responses_go_on_where_they_were_stopped(tmp_path, monkeypatch):
+    """With a function in the place of a run: seed s has accuracy s / 10, with gspo 0.1 or 0.2 more, with rloo and cispo
+    0.1 less."""
+    asked, stop = [], 20
+
+    def run(script, flags, seed, keys):
+        if len(asked) == stop:
+            raise KeyboardInterrupt
+        asked.append((script, flags, seed))
+        more = (0.1 + 0.1 * (seed % 2)) * ("--loss gspo" in flags)
+        less = 0.1 * any(word in flags for word in ("rloo", "cispo"))
+        curves = {key: [(0, 0.1 * seed + more - less)] for key in keys} | {comparison.KL: [(1, 0.002), (2, 0.004)]}
+        if "--loss sapo" in flags:  # which clips nothing
+            curves[comparison.CLIPPED] = []
+        return {"seed": seed, "curves": curves}
+
+    monkeypatch.setattr(comparison, "LONG_RECORD", tmp_path / "long.jsonl")
+    monkeypatch.setattr(comparison, "run_seed", run)
+    monkeypatch.setattr(comparison, "provenance", lambda jobs: {})
+    with pytest.raises(KeyboardInterrupt):
+        comparison.run_long()
+    assert [seed for *_, seed in asked] == 16 * [1] + 4 * [2]
+    rows = {line.split(" | ")[0].strip("| "): line for line in comparison.long_table().splitlines()}
+    assert rows["grpo"].startswith("| grpo | 0.15 (2 of 5 seeds) | |  | 0.15, 0.15, 0.15 | 0.1500 | 0.0030 |")
+    assert rows["--loss cispo"].startswith(
+        "| --loss cispo | 0.00 (1 of 5 seeds) | -0.100 | at least 1 more seed needed |"
+    )
+    assert rows["--loss sapo"].endswith("| – | 0.0030 |")
+    stop = 0
+    comparison.run_long()
+    assert len(asked) == len({*asked}) == 80
+    rows = {line.split(" | ")[0].strip("| "): line for line in comparison.long_table().splitlines()}
+    assert "+0.160 (+0.047 to +0.273) | more |" in rows["--loss gspo"]  # by hand: 4.604 x 0.0548 / sqrt(5) = 0.113
+    assert "| less |" in rows["rloo"]
+
+
+def test_accuracies_of_long_responses_are_means_of_the_sources():
+    """Each is a mean of three equally large sources. 1e-12: the order of a sum."""
+    for run in comparison.recorded_runs(comparison.LONG_RECORD):
+        mean, *sources = (run["curves"][key] for key in comparison.LONG_KEYS[:4])
+        assert mean[0][1] < 0.1  # the start is mostly wrong
+        for (step, value), *of_sources in zip(mean, *sources, strict=True):
+            assert [at for at, _ in of_sources] == 3 * [step]
+            assert value == pytest.approx(sum(part for _, part in of_sources) / 3, abs=1e-12)
 
 
 def test_commands_of_the_pretrained_page_are_those_of_its_benchmark():

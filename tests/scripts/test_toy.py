@@ -2,13 +2,15 @@
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from data import toy, toy_rare
+from data import toy, toy_long, toy_rare
 from rewards.arithmetic import compute_score
 
 MODEL = toy.FOLDER / "model"
@@ -128,6 +130,64 @@ def test_the_later_pupils_hardly_ever_work_a_sum_out():
     assert shares == pytest.approx([toy.SHARE_WORKED, toy_rare.SHARE_RARE], abs=0.01)  # 4 standard errors
     right = sum(text == toy.worked_response(137, 285) for text in first) / sum("," in text for text in first)
     assert right == pytest.approx((1 - toy_rare.SHARE_SLIPS) ** 3, abs=0.025)
+
+
+# ---- long responses ------------------------------------------------------------------------------
+
+
+def test_rows_of_lists_are_the_generators_and_have_the_last_total():
+    files = [(toy_long.FOLDER / f"{name}.jsonl").read_text().splitlines() for name in ("train", "val")]
+    train, val = ([json.loads(line) for line in lines] for lines in files)
+    assert (train, val) == toy_long.make_rows()
+    questions = [row["prompt"][0]["content"] for row in train + val]
+    assert len({question[1:] for question in questions}) == len(questions)  # train and val share no list
+    for row, question in zip(train + val, questions):
+        digits = [int(digit) for digit in question[2::2]]
+        total = {"toy/add": sum(digits), "toy/subtract": -sum(digits)}
+        total["toy/double"] = sum(digit * 2**place for place, digit in enumerate(reversed(digits)))
+        assert row["reward_model"]["ground_truth"] == f"{total[row['data_source']] % 100:02}"
+    for rows in (train, val):
+        counts = Counter(row["data_source"] for row in rows)
+        assert counts.keys() == total.keys() and len({*counts.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "forgotten"),
+    [
+        ("+", "a404b812c921=21", "a404b802c901=01"),
+        ("-", "a496b888c979=79", "a406b808c909=09"),
+        ("*", "a404b816c941=41", "a404b806c901=01"),
+    ],
+)
+def test_responses_of_lists_as_documented(kind, right, forgotten):
+    assert toy_long.question(kind, [4, 8, 9]) == f"{kind}a4b8c9"
+    assert toy_long.response(kind, [4, 8, 9]) == right
+    assert toy_long.response(kind, [4, 8, 9], lambda: True) == forgotten
+
+
+def test_a_start_that_does_each_step_but_forgets_most_carries(tokenizer):
+    """The mean probability of the right tens, with and without a carry: within 0.06 of the demonstrations' share, which
+    is 3 standard errors of the 900 carries as samples, and above 0.95, since it was trained until it copies."""
+    path = toy_long.FOLDER / "model"
+    assert (path / "tokenizer.json").read_text() == (MODEL / "tokenizer.json").read_text()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    chosen: dict[bool, list[float]] = {True: [], False: []}
+    rows = toy_long.make_rows()[1]
+    asked = [row["prompt"][0]["content"] for row in rows]
+    texts = [toy_long.response(question[0], [int(digit) for digit in question[2::2]]) for question in asked]
+    prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
+    batch = tokenizer([*map(str.__add__, prompts, texts)], padding=True, padding_side="right", return_tensors="pt")
+    with torch.no_grad():
+        probs = model(**batch).logits[:, :-1].softmax(-1)  # (B, L - 1, V)
+    probs = probs.gather(2, batch["input_ids"][:, 1:, None])[..., 0]  # (B, L - 1)
+    for question, text, prompt, of_row in zip(asked, texts, prompts, probs.tolist()):
+        kind, digits, start = question[0], [int(digit) for digit in question[2::2]], len(tokenizer.encode(prompt)) - 1
+        units = [0, *(int(text[4 * i + 3]) for i in range(len(digits)))]
+        for i, digit in enumerate(digits):
+            added = {"+": units[i] + digit, "-": units[i] - digit, "*": 2 * units[i] + digit}[kind]
+            chosen[not 0 <= added <= 9].append(of_row[start + 4 * i + 2])
+    assert abs(mean(chosen[True]) - (1 - toy_long.SHARE_FORGOTTEN)) < 0.06
+    assert mean(chosen[False]) > 0.95
 
 
 def test_few_rows_are_the_first_of_train():
