@@ -30,7 +30,7 @@ from lib.rollout import HFEngine  # noqa: E402
 FILE = RESULTS / "moe_curve.json"
 MODES = {"none": "grey", "R2": "tab:blue", "R3": "tab:red"}
 FLAGS = "--config data/toy/preset.yaml --model data/toy_moe/model --rollout-engine benchmarks/moe_curve.py:BF16Engine"
-FLAGS += " --prompts-per-step 16 --num-mini-batches 4 --lr 3e-4 --total-steps 20 --val-every 4"
+FLAGS += " --prompts-per-step 16 --num-mini-batches 4 --lr 1e-4 --total-steps 20 --val-every 4"
 FLAGS += " --show-samples 0 --save-every 0 --save-rollouts 0 --no-export-model"
 KEYS = {ACCURACY: PANELS[ACCURACY], "reward/mean": PANELS["reward/mean"]}
 KEYS["actor/ppo_kl"] = "k1 between old and new policy (nats)"
