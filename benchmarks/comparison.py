@@ -271,9 +271,9 @@ def rate_runs() -> dict[tuple[str, str], dict[int, dict]]:
 
 
 def run_rates() -> None:
-    """All settings with one seed, then all with the next."""
+    """All settings and rates with the first seed, then the other seeds rate by rate."""
     done = rate_runs()
-    for seed, lr, name in product(SEEDS, RATES, AT_RATES):
+    for lr, seed, name in sorted(product(RATES, SEEDS, AT_RATES), key=lambda run: run[1] > SEEDS[0]):
         if seed not in done.get((name, lr), {}):
             setting = SETTINGS[name]
             append_run(RATES_RECORD, setting.script, f"{TASK} {setting.flags} --lr {lr}", seed, setting=name, lr=lr)
