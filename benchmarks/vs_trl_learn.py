@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,18 +147,16 @@ def make_pretrained(folder: Path) -> None:
     from lib.model import load
     from lib.run.checkpoint import write_model
 
-    source = str(pretrained.model_file())
-    model = load.load_model(source)
+    gguf = str(pretrained.model_file())
+    model = load.load_model(gguf)
     write_model(folder / "model", model, model.named_parameters())
     model.generation_config.to_json_file(folder / "model/generation_config.json")
-    load.load_tokenizer(source).save_pretrained(folder / "model")
+    load.load_tokenizer(gguf).save_pretrained(folder / "model")
     written = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     assert all(map(torch.equal, written.parameters(), model.parameters())), "other weights than the .gguf file's"
     pretrained.call([sys.executable, "data/reasoning_gym.py", *shlex.split(pretrained.DATA), "--out", str(folder)])
-    for rows, file in (
-        (read_rows(folder / "train.parquet"), "train.jsonl"),
-        (read_rows(folder / "test.parquet")[:QUESTIONS], "val.jsonl"),
-    ):
+    for source, file, most in (("train.parquet", "train.jsonl", None), ("test.parquet", "val.jsonl", QUESTIONS)):
+        rows = islice(read_rows(folder / source), most)
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -302,8 +301,9 @@ def train_with_trl(
         max_steps=steps,
         **given.settings(),
     )
-    start = load_model(given).parameters()
-    assert all(map(torch.equal, trainer.model.parameters(), start)), "TRL starts from other weights"
+    start = parameters_to_vector(load_model(given).parameters())
+    assert torch.equal(parameters_to_vector(trainer.model.parameters()), start), "TRL starts from other weights"
+    del start
     trainer.train()
     (folder / "trl.json").write_text(json.dumps(records))
 
@@ -423,13 +423,13 @@ def table(record: dict) -> list[str]:
 
 
 def table_of_seeds(record: dict) -> list[str]:
-    """Lines of docs/pretrained.md, one a run: its accuracies, CPU seconds of all steps, and of the median step of those
-    after which no weights were saved."""
-    lines = []
+    """Lines of docs/pretrained.md, one a run: its accuracies, the CPU seconds of all steps, and of the median step of
+    those after which no weights were saved."""
+    lines, save_every = [], TASKS["pretrained"].save_every
     for program, runs in zip(COLORS, record["hf"]["runs"].values()):
         for run in runs:
             accuracy = " | ".join(f"{value:.2f}" for value in run["accuracy"])
-            steps = [seconds for n, seconds in enumerate(np.diff(run["cpu"]), 1) if n not in run["steps"]]
+            steps = [seconds for n, seconds in enumerate(np.diff(run["cpu"]), 1) if n % save_every]
             lines.append(
                 f"| {program} | {run['seed']} | {accuracy} | {run['cpu'][-1]:.0f} | {statistics.median(steps):.0f} |"
             )
