@@ -369,8 +369,9 @@ def prepared(name: TaskName) -> Task:
     return task
 
 
-def distances(name: TaskName, seed: int, steps: int) -> list[float]:
-    """After each step |w of TRL - w of grpo.py| / |w of grpo.py - w at the start|, both trained on the same samples."""
+def distances(name: TaskName, seed: int, steps: int) -> tuple[list[float], dict[str, list[float]]]:
+    """After each step |w of TRL - w of grpo.py| / |w of grpo.py - w at the start|, both trained on the same samples;
+    and of each program the CPU seconds from one scoring to the next. In those TRL samples nothing, and both save."""
     task = TASKS[name]
 
     def weights(program: str, step: int) -> torch.Tensor:
@@ -387,16 +388,22 @@ def distances(name: TaskName, seed: int, steps: int) -> list[float]:
         for step in range(1, steps + 1):
             plainrl, trl = (weights(program, step) for program in PROGRAMS)
             found.append(float((trl - plainrl).norm() / (plainrl - weights("plainrl", 0)).norm()))
-    return found
+        cpu = {
+            program: np.diff([record["cpu"] for record in records]).round(2).tolist()
+            for program, records in zip(PROGRAMS, (ours, theirs))
+        }
+    return found, cpu
 
 
 def same(task: TaskName = "toy", seeds: tuple[int, ...] = (1,), steps: int = 24, output: Path | None = None) -> None:
     """Whether both compute the same updates."""
     torch.set_num_threads(1)
     given = prepared(task)
-    result = {seed: distances(task, seed, steps) for seed in seeds}
-    print({seed: [f"{x:.1e}" for x in own] for seed, own in result.items()})
-    write(output or given.record, {"same": {"distances": result}})
+    found = {seed: distances(task, seed, steps) for seed in seeds}
+    result = {"distances": {seed: own for seed, (own, _) in found.items()}}
+    result |= {"cpu": {seed: cpu for seed, (_, cpu) in found.items()}}
+    print(result)
+    write(output or given.record, {"same": result})
 
 
 # ---- figure and table ----------------------------------------------------------------------------
