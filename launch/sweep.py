@@ -22,8 +22,10 @@ import os
 import queue
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +161,8 @@ def run_all(runs: list[Run], folder: Path, slots: list[list[str]]) -> list[str]:
         command, env = launched(run, gpus)
         with open(folder / f"{run.name}.log", "a") as log:
             code = subprocess.run(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
+        if code in (-signal.SIGINT, 130):
+            time.sleep(1)  # after Ctrl-C the main thread cancels the runs that have not begun; it may come second
         free.put(gpus)
         with open(folder / "sweep.jsonl", "a") as record:
             record.write(json.dumps({"name": run.name, "command": run.command, "exit_code": code}) + "\n")

@@ -143,6 +143,7 @@ def run_part(name: str, options: Options, results: Connection, log: Path) -> Non
     os.setpgid(0, 0)  # so that what it starts ends with it
     for s in SIGNALS:
         signal.signal(s, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         silence(log)
         faulthandler.enable()
@@ -159,9 +160,13 @@ def part_in_a_process(name: str, options: Options, seconds: float, start_method:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run_part, args=(name, options, theirs, log))
     logged, deadline = size_of(log), time.monotonic() + seconds
-    process.start()
-    theirs.close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what is raised in a fork is lost, and leaves locks taken
     try:
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        theirs.close()
         while ready := wait([ours, process.sentinel], max(0.0, deadline - time.monotonic())):
             if ours not in ready:  # a child of the part that lives on has the other end, too
                 raise EOFError
@@ -173,7 +178,8 @@ def part_in_a_process(name: str, options: Options, seconds: float, start_method:
         process.join(10)
         yield row(f"{name} died with {exit_of(process.exitcode)}", None, "", False, error=tail(log, logged))
     finally:
-        end(process)
+        if process.pid is not None:  # it was started
+            end(process)
 
 
 def end(process: multiprocessing.Process) -> None:
