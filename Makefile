@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
-.PHONY: help setup lock train test browser agents test-agents test-fast diff curves bench docs lint format clean
+.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff curves bench docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -43,8 +43,11 @@ lock:  ## resolve requirements.txt for GPU machines, to requirements-gpu.txt (pi
 train: setup  ## train the embedded tiny model with grpo.py; more flags: make train ARGS="--seed 2"
 	$(BIN)/python grpo.py $(ARGS)
 
-test: setup browser  ## all tests, four files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
+test: setup browser  ## all tests but the slow ones, four files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
+
+test-slow: setup browser  ## the tests that make test leaves out: 15 CPU seconds and more each
+	$(BIN)/python -m pytest -n 2 --dist loadfile --slow -m slow $(ARGS)
 
 browser: setup  ## Chromium for the tests of the run page, if there is none; without it they are skipped
 	@if $(BIN)/python -m tests.tools.browser; then exit; fi; \

@@ -16,8 +16,15 @@ keep_parsers()
 FIRST = ("rollout", "scripts", "distributed", "model", "tests", "run")  # folders whose tests start servers and jobs
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also the tests that are marked as slow")
+
+
+def pytest_collection_modifyitems(config, items):
     """The longest files first: processes take whole files, and would wait for the one that has the last."""
+    for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="15 CPU seconds and more: make test-slow"))
 
     def rank(item):
         folder = item.path.parent.name

@@ -41,6 +41,7 @@ def tables_of(outputs: list) -> list[str]:
     return [output["data"]["text/plain"] for output in outputs if "text/html" in output.get("data", {})]
 
 
+@pytest.mark.slow
 def test_the_first_run_runs_from_top_to_bottom(execute):
     outputs = execute(nbformat.read(FIRST, as_version=4))
     text = text_of(outputs)

@@ -211,6 +211,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(scripts):
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_distillation_learns_without_a_reward(scripts, teacher, tmp_path):
     """10 steps take greedy accuracy from 0.31 to 0.99, and the KL from 0.17 to 0.01 nats, where they were measured; the
     bounds leave room for other roundings. No training row has an answer."""

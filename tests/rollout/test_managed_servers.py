@@ -410,6 +410,7 @@ def kill_the_server(run: Path, mark: str) -> None:
     server.kill()
 
 
+@pytest.mark.slow
 def test_a_job_with_its_own_server_trains_as_with_an_engine_in_process(tmp_path):
     """At level 0, two ranks and a server: bit for bit the same tokens, log-probs, rewards, metrics and weights. Also
     where the server is killed in the midst: what it had not answered is sampled again with the same seeds. The job

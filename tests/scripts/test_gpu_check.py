@@ -22,6 +22,7 @@ from tests.common import ROOT, environment, fork_module, ran
 SCRIPT = str(ROOT / "benchmarks/gpu_check.sh")
 
 
+@pytest.mark.slow
 def test_the_parts_run(tmp_path):
     """Small and on the CPU. What needs a GPU is a row that says so."""
     output = tmp_path / "check.json"

@@ -162,6 +162,7 @@ def processes_of(job: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
 
 
+@pytest.mark.slow
 def test_two_nodes_go_on_after_kills_and_train_as_two_ranks_of_one_node(tmp_path, two_nodes):
     """As if nothing had been, in every metric and every bit of the last checkpoint. A killed rank is started anew by
     torchrun. Of a node that went as a whole the other's torchrun ends, and both are started anew by what supervises

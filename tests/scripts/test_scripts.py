@@ -492,6 +492,7 @@ def test_dapo_with_vllm(tmp_path):
 # ---- several turns -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_calculator_is_learnt(tmp_path):
     args = ["--train-files", str(ROOT / "data/toy_tools/train.jsonl")]
     args += ["--val-files", str(ROOT / "data/toy_tools/val.jsonl"), "--lr", "3e-4", "--total-steps", "14"]

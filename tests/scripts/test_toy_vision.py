@@ -213,6 +213,7 @@ def questions_of_equal_text_are_apart(run: Path, blank: bool) -> None:
     assert Image.open(run / "images" / rows[0]["images"][0]).size == (72, 72)
 
 
+@pytest.mark.slow
 def test_the_image_decides_what_is_learnt(tmp_path, flags):
     """The same steps with white images gain nothing: 0.20 is what one answer to all questions earns."""
     accuracy = {}
