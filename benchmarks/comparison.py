@@ -224,6 +224,14 @@ def _said(found: Difference | None) -> str:
     return f"{found.mean:+.3f}{interval} | {found.verdict}"
 
 
+def _said_by_seed(own: dict[int, float], base: dict[int, float]) -> str:
+    """Of the seeds that both have."""
+    seeds = sorted(own.keys() & base.keys())
+    if not seeds:
+        return "not run yet | "
+    return _said(difference([own[seed] for seed in seeds], [base[seed] for seed in seeds]))
+
+
 def draw_all(records: dict[str, dict]) -> None:
     """Left: the curves of LEFT. Right: a dot for each run of each setting, over what it is compared with."""
     settings = compared(records)
@@ -298,9 +306,7 @@ def rate_table() -> str:
         elif name not in best or base not in best:
             said = "not run yet | "
         else:
-            own, other = runs[name, best[name]], runs[base, best[base]]
-            seeds = sorted(own.keys() & other.keys())
-            said = _said(difference([own[seed] for seed in seeds], [other[seed] for seed in seeds]))
+            said = _said_by_seed(runs[name, best[name]], runs[base, best[base]])
         lines.append(f"| {name} | {' | '.join(cells)} | {said} |")
     return "\n".join(lines)
 
@@ -343,13 +349,7 @@ def long_table() -> str:
         base, *_ = names = [*names]
         for name in names:
             own, runs = scores[name], runs_of[name]
-            seeds = sorted(own.keys() & scores[base].keys())
-            if name == base:
-                said = "| "
-            elif not seeds:
-                said = "not run yet | "
-            else:
-                said = _said(difference([own[seed] for seed in seeds], [scores[base][seed] for seed in seeds]))
+            said = "| " if name == base else _said_by_seed(own, scores[base])
             ends = [_over(runs, key, lambda values: values[-1], ".2f") for key in LONG_KEYS[1:4]]
             moved = [_over(runs, key, statistics.mean, ".4f") for key in (CLIPPED, KL)]
             lines.append(f"| {name} | {_mean_of(own)} | {said} | {', '.join(ends)} | {' | '.join(moved)} |")
