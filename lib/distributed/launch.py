@@ -207,6 +207,7 @@ def _run(main: Callable[[T], None], args: T) -> None:
         _leave()
     except InputError as error:
         _end_early(interrupted=False)
+        stop_watching(1)
         report_mistake(f"error: {error}")
         sys.stdout.flush()
         end_process(2)  # at once: a peer that waits in a collective must not hold this rank back
@@ -238,6 +239,7 @@ def _run(main: Callable[[T], None], args: T) -> None:
 
 def _end_with(what: str, code: Any = 1) -> NoReturn:
     """Ends the process at once, with one line from the rank where it happened."""
+    stop_watching(1)  # no line of the watcher may follow this one
     line = f"error: rank {os.environ.get('RANK', 0)} in {current_stage()}: {what}"
     report_mistake(line)
     if not is_first_on_node():

@@ -68,10 +68,11 @@ def _say_and_note(line: str) -> None:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
-def stop_watching() -> None:
+def stop_watching(wait_s: float | None = None) -> None:
+    """Ends the watcher, and waits for its end, which takes long where the job's store does not answer."""
     if _watcher is not None:
         _finished.set()
-        _watcher.join()
+        _watcher.join(wait_s)
 
 
 def _watch(*args) -> None:

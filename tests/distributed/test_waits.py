@@ -50,6 +50,7 @@ from tests.common import (
 )
 
 WAIT_S = 60  # for what has to come in that time at the latest
+BEGIN_S = 20  # for a fork, which takes milliseconds
 
 # ---- ranks that are forked from this process, which has the job's store as a launcher has it ------
 
@@ -65,21 +66,30 @@ def start_ranks(tmp_path, store):
     """start_ranks(size, main, args): the processes; what a rank writes to stderr is in tmp_path/<rank>."""
     started = []
 
-    def on_rank(rank: int, size: int, port: int, main, args) -> None:
-        gc.freeze()  # as in run_ranks
+    def on_rank(begun, rank: int, size: int, port: int, main, args) -> None:
+        begun.set()
         os.dup2(os.open(tmp_path / str(rank), os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w", buffering=1)
         job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in job.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
         run(main, args)
 
-    def start(size: int, main, args=None) -> list[multiprocessing.Process]:
-        context, port = multiprocessing.get_context("fork"), store[0].port
-        ranks = [context.Process(target=on_rank, args=(rank, size, port, main, args)) for rank in range(size)]
-        for rank in ranks:
+    def forked(*args) -> multiprocessing.Process:
+        context = multiprocessing.get_context("fork")
+        while True:
+            begun = context.Event()
+            started.append(rank := context.Process(target=on_rank, args=(begun, *args)))
             rank.start()
-        started.extend(ranks)
-        return ranks
+            if begun.wait(BEGIN_S):
+                return rank
+            rank.kill()  # it has inherited a lock that another thread of this process held
+
+    def start(size: int, main, args=None) -> list[multiprocessing.Process]:
+        gc.freeze()  # as in run_ranks
+        try:
+            return [forked(rank, size, store[0].port, main, args) for rank in range(size)]
+        finally:
+            gc.unfreeze()
 
     yield start
     for rank in started:
@@ -249,6 +259,22 @@ def test_a_rank_that_is_killed_is_the_last_line_of_the_others(tmp_path, start_ra
     assert [exit_code(rank) for rank in start_ranks(2, main)] == [1, -signal.SIGKILL]
     *_, last = (tmp_path / "0").read_text().splitlines()
     assert re.match(r"error: rank 0 in step 7 reward: another rank has ended; its own message says why \(.*\)$", last)
+
+
+def test_no_line_about_waiting_follows_the_reason(tmp_path, start_ranks, monkeypatch):
+    """The watcher would print one after 0.2 s."""
+    say = lib.distributed.launch.report_mistake
+    monkeypatch.setattr(lib.distributed.launch, "report_mistake", lambda line: (say(line), time.sleep(1)))
+
+    def main(_):
+        init_distributed(6)
+        enter_stage("step 7 reward")
+        os._exit(3)
+
+    [rank] = start_ranks(1, main)
+    assert exit_code(rank) == 3
+    [line] = (tmp_path / "0").read_text().splitlines()
+    assert line.startswith("error: rank 0 in step 7 reward")
 
 
 def in_a_thread(function, *args):
