@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -451,6 +451,11 @@ def checkpoint_state(checkpoint: Path) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         dcp_to_torch_save(checkpoint, file.name)
         return torch.load(file.name, weights_only=True)
+
+
+def with_slow(cases: Iterable, *slow) -> list:
+    """Values of parametrize, of which `slow` are run by make test-slow only."""
+    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
 # ---- vLLM ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import all_runs, comparison, pretrained, vs_trl, vs_trl_learn
 from benchmarks.curves import ACCURACY
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, run_plainrl, skewed_lengths, steps_of_run
-from tests.common import ROOT, fork_module, ran
+from tests.common import ROOT, fork_module, ran, with_slow
 
 SMALL = {  # ranks, flags
     "data_proto": (1, ["--rows", "16", "--tokens", "16", "--repeats", "1"]),
@@ -19,7 +19,7 @@ SMALL = {  # ranks, flags
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", with_slow(SMALL, "balance"))
 def test_the_benchmarks_of_parts_run(name):
     """Each compares the results of its sides before it times them."""
     ranks, flags = SMALL[name]
@@ -42,6 +42,7 @@ def limits(tmp_path_factory):
     return runs, json.loads(output.read_text())["toy/--max-response-length"]
 
 
+@pytest.mark.slow
 def test_responses_are_as_long_as_their_prompts_say(limits):
     [(records, peak), _], _ = limits
     [step] = steps_of_run(records, SETTINGS["toy"])  # raises where a step's lengths are others
@@ -53,6 +54,7 @@ def test_responses_are_as_long_as_their_prompts_say(limits):
         steps_of_run([*records, records[-1] | {"mean_length": 4.5}], SETTINGS["toy"])
 
 
+@pytest.mark.slow
 def test_limits_are_compared_on_the_same_tokens(limits):
     _, record = limits
     small, large = record["--max-response-length 5"], record["--max-response-length 500"]

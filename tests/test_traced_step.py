@@ -18,7 +18,7 @@ from lib.distributed import current_stage
 from lib.model.trace import Trace
 from lib.model.vision import images_that_fill
 from lib.traced_step import check_traceable, rows_of_trace
-from tests.common import FORKSERVER, ROOT, TOY_MODEL, parse_flags, rollout_batch, tiny_vision
+from tests.common import FORKSERVER, ROOT, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, with_slow
 from tests.gpu import strict
 from tests.gpu.test_strict import COUNTS, MINI_BATCH, NORM
 
@@ -100,7 +100,7 @@ def child():
         yield executor
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_slow(CASES, "images, checkpointing", "whole gradients", "checkpointing"))
 def test_the_estimate_agrees_with_the_trace(child, case, tmp_path):
     """Within 5 % at each moment, or 64 MiB: what single tensors take that the estimate leaves out."""
     script, shape, tied, ranks, flags = CASES[case]

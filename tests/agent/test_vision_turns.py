@@ -399,6 +399,7 @@ def test_a_sampled_placeholder_is_text(hf, monkeypatch):
     assert not response_log_probs(model, masked, 1.0)[0].any()
 
 
+@pytest.mark.slow
 def test_vllm_samples_from_the_policy_that_is_trained(world, tmp_path):
     pytest.importorskip("vllm")
     vision = replace(make_vision("idefics3"), max_images=4)

@@ -58,6 +58,7 @@ def listened(arguments: list[str], folder: Path, look: Callable[[psutil.Process]
     return addresses
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_single_process_opens_no_port(tmp_path):
     args = [*SMALL, "--total-steps", "1", "--run-name", "run", "--rollout-engine", "vllm"]

@@ -338,8 +338,8 @@ def solve(base_url, api_key, row):
     [
         ("grpo", []),
         ("ppo", []),
-        ("remax", []),
-        ("dapo", []),
+        pytest.param("remax", [], marks=pytest.mark.slow),
+        pytest.param("dapo", [], marks=pytest.mark.slow),
         ("grpo", MANY),
         ("grpo", AGENT),
     ],

@@ -62,6 +62,7 @@ def sharded(world, path):
     return results, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_sharded_and_checkpointed(tmp_path):
     # of one layer, for FSDP has each traced anew
     path = save_tiny(tmp_path, cls=LlamaForCausalLM, config=LlamaConfig, num_hidden_layers=1)

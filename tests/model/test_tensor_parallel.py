@@ -144,6 +144,7 @@ def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, model
 # ---- as users run it -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_with_vllm_is_the_same(tmp_path):
     """rel 1e-3, abs 1e-4: fp32 sums in another order, and the same samples by vLLM."""
     skip_without_vllm()

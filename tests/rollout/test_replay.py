@@ -14,7 +14,7 @@ from lib.data_proto import DataProto
 from lib.distributed import World
 from lib.manifest import entry, write_manifest
 from lib.rollout import Recorder, Replayer, check_recorded, forget_after
-from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran
+from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran, with_slow
 
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
@@ -53,7 +53,7 @@ def error_of(done) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
+@pytest.mark.parametrize("script", with_slow(["grpo", "ppo", "remax", "dapo"], "remax"))
 def test_a_replay_repeats_the_metrics_to_the_bit_and_neither_samples_nor_scores(tmp_path, script, ranks):
     """Scores are drawn by chance, so none of the two runs could find the other's again. The engine of the flags is not
     installed where it is replayed."""

@@ -25,7 +25,7 @@ from lib.run import Run
 from lib.run.rollouts import kept_rows, rollout_file, rollouts_table, token_texts
 from lib.run.run import set_aside
 from lib.run.tracking import Tracker
-from tests.common import ROOT, SEVERAL_UPDATES, SMALL, TOY_MODEL, fork, full_disk, ran, rollout_batch
+from tests.common import ROOT, SEVERAL_UPDATES, SMALL, TOY_MODEL, fork, full_disk, ran, rollout_batch, with_slow
 
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
@@ -77,7 +77,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=with_slow(CASES, "ppo, the critic alone in step 1"))
 def recorded(request, tmp_path_factory):
     """(case, run, {step: (batch, {row: (log_probs, entropy) of the last pass})})."""
     folder = tmp_path_factory.mktemp("recorded")

@@ -42,6 +42,7 @@ def test_a_copy_beside_another_lib_is_started_with_a_flag_of_python(tmp_path):
     assert "--clip-ratio" in ran(start(script, "--help", options=("-P",), PYTHONPATH=str(ROOT))).stdout
 
 
+@pytest.mark.slow
 def test_a_copy_trains_with_the_wheel_alone(tmp_path):
     """With the models, data and scorers in it: without PYTHONPATH, and in a folder without the checkout."""
     venv.create(tmp_path / ".venv")

@@ -34,6 +34,7 @@ from tests.common import (
     skip_without_vllm,
     started,
     unexplained_metrics,
+    with_slow,
 )
 
 SIBLINGS = ["ppo", "remax", "dapo"]
@@ -258,7 +259,7 @@ def saved(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("case", KILLED)
+@pytest.mark.parametrize("case", with_slow(KILLED, "remax", "dapo, several turns"))
 def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case):
     """Metrics, samples, and in the last checkpoint the weights, optimizers, schedules, controllers and leftovers."""
     script, ranks, args = KILLED[case]

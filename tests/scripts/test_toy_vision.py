@@ -257,6 +257,7 @@ def test_two_ranks_train_as_one(tmp_path, flags):
     assert one == two
 
 
+@pytest.mark.slow
 def test_resumed_equals_never_interrupted(tmp_path, flags):
     """dapo.py also saves groups that are left over, with their images."""
     args = [*flags(), "--save-every", "1", "--num-mini-batches", "2", "--group-size", "8"]
