@@ -32,10 +32,10 @@ $(VENV)/.ready: requirements-gpu.txt requirements-cpu.txt
 	fi
 	@touch $@
 
-# the versions of the CPU machine, which runs the tests, but for the two that differ by platform
+# the versions of the CPU machine, which runs the tests, but for the one that differs by platform
 UV ?= uv
 lock:  ## resolve requirements.txt for GPU machines, to requirements-gpu.txt (pip install uv)
-	grep -vE '^(apache-tvm-ffi|triton)==' requirements-cpu.txt | $(UV) pip compile -q --universal --python-version 3.11 \
+	grep -vE '^apache-tvm-ffi==' requirements-cpu.txt | $(UV) pip compile -q --universal --python-version 3.11 \
 		--no-annotate --no-header -c - -o requirements-gpu.new requirements.txt
 	{ grep '^#' requirements-gpu.txt; sed 's/ ;.*//' requirements-gpu.new; } > requirements-gpu.lock
 	mv requirements-gpu.lock requirements-gpu.txt && rm requirements-gpu.new

@@ -1,7 +1,8 @@
-"""Builds the wheel for pip and uv (PEP 517): `pip wheel --no-deps .`, `pip install -e .`. It needs no packages.
+"""Builds the wheel for pip and uv (PEP 517): `pip wheel --no-deps .`, `uv sync --extra gpu`. It needs no packages.
 
 The checkout is one folder plainrl/ in it, because other packages, too, may be called `lib` or `tools`. plainrl.pth puts
-that folder at the end of sys.path, so that a copy of a script finds lib, rewards and tools.
+that folder at the end of sys.path, so that a copy of a script finds lib, rewards and tools. The extras are the
+requirement files.
 """
 
 import base64
@@ -30,6 +31,16 @@ def build_editable(wheel_directory: str, config_settings: object = None, metadat
     return _write(Path(wheel_directory), {}, {"plainrl.pth": f"{ROOT}\n"})
 
 
+def _requirements(name: str) -> list[str]:
+    lines = (ROOT / name).read_text().splitlines()
+    return [line.partition(" #")[0] for line in lines if line and not line.startswith("#")]
+
+
+def _extras() -> dict[str, list[str]]:
+    gpu, cpu = _requirements("requirements-gpu.txt"), _requirements("requirements-cpu.txt")
+    return {"gpu": gpu, "cpu": [*cpu, *(line for line in gpu if line.startswith("torch=="))]}
+
+
 def _commit() -> str:
     """With -dirty if files are changed; "" if this is no checkout or there is no git."""
     command = ["git", f"--git-dir={ROOT}/.git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*"]
@@ -41,12 +52,14 @@ def _commit() -> str:
 def _write(folder: Path, contents: dict[str, Path], texts: dict[str, str]) -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name = f"plainrl-{project['version']}"
-    metadata = {"Metadata-Version": "2.4", "Name": "plainrl", "Version": project["version"]}
-    metadata |= {"Summary": project["description"], "Requires-Python": project["requires-python"]}
-    metadata |= {"License-Expression": project["license"]}
-    wheel = {"Wheel-Version": "1.0", "Generator": "plainrl", "Root-Is-Purelib": "true", "Tag": "py3-none-any"}
+    metadata = [("Metadata-Version", "2.4"), ("Name", "plainrl"), ("Version", project["version"])]
+    metadata += [("Summary", project["description"]), ("Requires-Python", project["requires-python"])]
+    metadata += [("License-Expression", project["license"])]
+    for extra, requirements in _extras().items():
+        metadata += [("Provides-Extra", extra), *(("Requires-Dist", f"{r}; extra == '{extra}'") for r in requirements)]
+    wheel = [("Wheel-Version", "1.0"), ("Generator", "plainrl"), ("Root-Is-Purelib", "true"), ("Tag", "py3-none-any")]
     for file, fields in (("METADATA", metadata), ("WHEEL", wheel)):
-        texts[f"{name}.dist-info/{file}"] = "".join(f"{key}: {value}\n" for key, value in fields.items())
+        texts[f"{name}.dist-info/{file}"] = "".join(f"{key}: {value}\n" for key, value in fields)
     record = ""
     with ZipFile(folder / f"{name}-py3-none-any.whl", "w", ZIP_DEFLATED) as archive:
         for target, path in contents.items():

@@ -151,7 +151,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
 
 
 OF_OTHERS = {
-    *("--extra-index-url", "--no-deps", "--python"),  # of pip and uv
+    *("--dry-run", "--extra", "--extra-index-url", "--no-deps", "--python"),  # of pip and uv
     *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
     *("--map-root-user", "--net", "--user"),  # of unshare
     *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers

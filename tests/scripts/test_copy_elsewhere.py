@@ -5,10 +5,12 @@ import shutil
 import subprocess
 import sysconfig
 import venv
+from email import message_from_bytes
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
 
 from launch.build_backend import FILES, FOLDERS, build_editable, build_wheel
 from lib.run.provenance import _lib_commit
@@ -68,7 +70,14 @@ def test_a_copy_trains_with_the_wheel_alone(tmp_path):
     assert commit.removesuffix("-dirty") == (_lib_commit() or "")  # that of the checkout
 
 
-def test_an_editable_wheel_has_the_path_of_the_checkout_alone(tmp_path):
+def test_an_editable_wheel_has_the_path_of_the_checkout_and_the_pinned_packages_as_extras(tmp_path):
     with ZipFile(tmp_path / build_editable(str(tmp_path))) as wheel:
         assert wheel.read("plainrl.pth").decode() == f"{ROOT}\n"
         assert all(name == "plainrl.pth" or ".dist-info/" in name for name in wheel.namelist())
+        [metadata] = [wheel.read(name) for name in wheel.namelist() if name.endswith("METADATA")]
+    required = [Requirement(line) for line in message_from_bytes(metadata).get_all("Requires-Dist")]
+    assert not any(r.marker.evaluate({"extra": ""}) for r in required)
+    for extra, more in (("gpu", {}), ("cpu", {"torch": "==2.13.0"})):
+        lines = (ROOT / f"requirements-{extra}.txt").read_text().splitlines()
+        pins = more | {r.name: str(r.specifier) for r in map(Requirement, (x for x in lines if x[:1] not in ("", "#")))}
+        assert pins == {r.name: str(r.specifier) for r in required if r.marker.evaluate({"extra": extra})}
