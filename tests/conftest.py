@@ -4,6 +4,7 @@ import gc
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.parsers import keep_parsers
 
@@ -11,6 +12,8 @@ os.environ["PLAINRL_SANDBOX_LEVEL"] = "none"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a hundred processes would compile lib/ again
 gc.disable()  # imports make a million objects that stay: the collector takes a quarter of their time
 keep_parsers()
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 
 FIRST = ("rollout", "scripts", "distributed", "model", "tests", "run")  # folders whose tests start servers and jobs

@@ -27,10 +27,8 @@ from lib.data_proto import (
     unpad_dataproto,
 )
 
-settings.register_profile("quick", max_examples=25, deadline=None)
-settings.load_profile("quick")
-
 ROWS = st.integers(1, 12)
+quick = settings(max_examples=25)
 
 
 def make(rows, offset=0, width=3):
@@ -118,6 +116,7 @@ def test_check_consistency_of_what_was_put_in_later():
 # --- rows
 
 
+@quick
 @given(rows=ROWS, data=st.data())
 def test_indexing_as_a_list_does(rows, data):
     proto, reference = make(rows), rows_of(make(rows))
@@ -169,6 +168,7 @@ def test_results_own_their_dicts():
     assert "new" not in data.meta_info and "new" not in data.non_tensor_batch and "new" not in {*data.batch.keys()}
 
 
+@quick
 @given(rows=ROWS, seed=st.integers(0, 99))
 def test_reorder_in_place(rows, seed):
     data, order = make(rows), torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
@@ -177,6 +177,7 @@ def test_reorder_in_place(rows, seed):
     assert data.non_tensor_batch["uid"].tolist() == [f"u{i}" for i in order.tolist()]
 
 
+@quick
 @given(rows=st.integers(0, 8), times=st.integers(0, 4), interleave=st.booleans())
 def test_repeat(rows, times, interleave):
     reference = rows_of(make(rows))
@@ -185,6 +186,7 @@ def test_repeat(rows, times, interleave):
     assert rows_of(repeated) == expected and len(repeated) == rows * times
 
 
+@quick
 @given(times=st.lists(st.integers(0, 4), min_size=1, max_size=9))
 def test_sample_level_repeat(times):
     expected = [row for row, n in zip(rows_of(make(len(times))), times) for _ in range(n)]
@@ -291,6 +293,7 @@ def test_repeated_tensors_can_be_shared_with_processes():
 # --- parts
 
 
+@quick
 @given(rows=st.integers(0, 12), chunks=st.integers(1, 6))
 def test_chunk_and_concat(rows, chunks):
     data = make(rows)
@@ -312,6 +315,7 @@ def test_chunks_of_objects_alone_are_cut_alike(monkeypatch):
     assert [len(p) for p in objects.chunk(4)] == [len(p) for p in data.chunk(4)] == [3, 3, 3, 1]
 
 
+@quick
 @given(rows=st.integers(1, 12), size=st.integers(1, 13))
 def test_split_and_concat(rows, size):
     data = make(rows)
@@ -342,6 +346,7 @@ def test_concat_names_what_does_not_fit():
         DataProto.concat([make(2), other])
 
 
+@quick
 @given(rows=ROWS, divisor=st.integers(1, 30))
 def test_pad_and_unpad(rows, divisor):
     data = make(rows)
@@ -366,6 +371,7 @@ def test_padding_knows_two_candidates():
         make(4).padding(1, "middle")
 
 
+@quick
 @given(size=st.sampled_from([1, 2, 3, 4, 6, 12]), epochs=st.integers(1, 3))
 def test_iterator_in_order(size, epochs):
     data = make(12)
@@ -438,6 +444,7 @@ def test_rename():
     assert data.batch["ids2"].tolist() == [0, 1, 2] and data.batch["tokens"].shape == (3, 3)
 
 
+@quick
 @given(rows=ROWS, keys=st.sets(st.sampled_from(["ids", "tokens", "mask", "half"])))
 def test_union_commutes_and_accepts_equal_values(rows, keys):
     def left():

@@ -88,7 +88,7 @@ FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)  # both quadra
 PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.lists(st.sampled_from(TOKENS), max_size=16).map("".join))
 def test_the_program_is_that_of_the_expression(text):
     blocks = FENCE.findall(text)
@@ -97,7 +97,7 @@ def test_the_program_is_that_of_the_expression(text):
     assert code.extract_program(text) == (named or plain or [text])[-1]
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.lists(st.sampled_from(CALLS), max_size=16).map("".join))
 def test_the_parameters_are_those_of_the_expression(text):
     expected, end = [], 0

@@ -23,7 +23,7 @@ import aiohttp
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo
@@ -119,14 +119,14 @@ def as_text(body, template) -> str:
 RANDOM = {"actions": ACTIONS, "forgets": st.booleans(), "room": st.sampled_from([T, 4000])}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(**RANDOM)
 def test_every_trained_token_was_sampled_in_its_context(actions, forgets, room):
     check_episode("/chat/completions", actions, forgets, room)
 
 
 @pytest.mark.parametrize("api", APIS)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 @given(**RANDOM)
 def test_and_in_every_other_api(api, actions, forgets, room):
     actions = [(name, number) for name, number in actions if name != "n"]  # which they do not have

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -177,7 +177,7 @@ def test_a_row_without_room_for_a_summary_or_for_what_follows_it_ends_its_episod
         assert float(out.batch["turn_rewards"].sum()) == (13.5 if expected == 4 else 12.5)
 
 
-@hypothesis_settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=6), st.integers(70, 120))
 @example([(19, 31), (10, 0), (1, 2), (1, 40), (1, 0)], 70)  # ends at the window: an answer of 40 tokens and a summary
 def test_no_context_and_turn_are_longer_than_the_window(sizes, compact_at):
@@ -287,7 +287,7 @@ def test_a_first_request_has_nothing_to_summarize():
     assert len(shown) == 1 and counts["compactions"] == 0
 
 
-@hypothesis_settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(max_examples=25)
 @given(ACTIONS, st.booleans(), st.integers(100, 300))
 def test_every_token_that_an_agent_trains_was_sampled_in_its_context(actions, forgets, compact_at):
     engine, limits = Fake(steps=2), {"compact_at": compact_at, "context_window": compact_at + 150}

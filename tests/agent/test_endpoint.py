@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.normalizers import Replace
 from tokenizers.processors import TemplateProcessing
@@ -49,7 +49,7 @@ def complete(*steps, **kwargs):
 # ---- raw prompts ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(actions=ACTIONS, in_ids=st.booleans(), room=st.sampled_from([600, 4000]))
 def test_every_trained_token_was_sampled_in_its_raw_prompt(actions, in_ids, room):
     """Each answer is trained exactly once, in the context that the agent sent, in which earlier answers have the tokens

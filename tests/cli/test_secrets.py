@@ -104,7 +104,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("form", WRITTEN)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @example(PEM, "one ", "two")
 @example(PEM.replace("\n", "\\n"), "one ", "two")
 @example("pass%41\\u00e9wörd😀'\"+ %%25 \\", "one ", "two")

@@ -36,7 +36,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def for_all(examples, **strategies):
-    return lambda test: settings(deadline=None, max_examples=examples, derandomize=True)(given(**strategies)(test))
+    return lambda test: settings(max_examples=examples, derandomize=True)(given(**strategies)(test))
 
 
 # ------------------------------------------------------- references: one token -> loss, d loss / d new

@@ -368,7 +368,6 @@ values = st.recursive(
 message = st.fixed_dictionaries({"role": st.just("user") | values, "content": words | values})
 
 
-@settings(deadline=None)
 @given(
     row=st.fixed_dictionaries(
         {
@@ -499,7 +498,7 @@ sizes = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**sizes, steps=st.integers(1, 12))
 def test_stream_is_whole_and_the_same_for_any_world_size(n, per_rank, world, seed, shuffle, steps):
     per_step = per_rank * world
@@ -517,7 +516,7 @@ def test_stream_is_whole_and_the_same_for_any_world_size(n, per_rank, world, see
         assert shuffle or epoch == list(range(n))[: len(epoch)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**sizes, data=st.data())
 def test_resume_anywhere_and_on_another_world_size(n, per_rank, world, seed, shuffle, data):
     per_step = per_rank * world

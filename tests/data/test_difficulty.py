@@ -14,7 +14,7 @@ from tests.data.test_dataset import Rows
 
 alone = pytest.mark.usefixtures("world")
 # one process group serves all examples
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def loader(n: int, per_step: int, sampling: str, share: float = 0.1, **more):

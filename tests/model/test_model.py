@@ -237,7 +237,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 17),
     st.integers(2, 23),
@@ -268,7 +268,7 @@ TRUNCATIONS = st.builds(Truncation, st.floats(0.01, 1), st.integers(1, 30), st.j
 TRUNCATIONS |= st.sampled_from([Truncation(0.5), Truncation(1.0, 3), Truncation(1.0, 1), Truncation(min_p=0.3)])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(TRUNCATIONS, st.integers(1, 9), st.floats(0.2, 3), st.integers(0, 10**6), st.sampled_from([2, 3, 1024]))
 def test_truncated_linear_log_probs_value_and_gradient(truncation, chunk, inv_temperature, seed, candidates):
     """Against plain autograd in float64 on the tokens that transformers keeps. Row i is sampled among these, but for

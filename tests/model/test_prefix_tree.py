@@ -150,7 +150,7 @@ def model(tmp_path_factory):
     return float64_norms(load_model(save_tiny(tmp_path_factory.mktemp("tiny")), dtype=torch.float64))
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(episodes(), st.sampled_from([1, 1, 2, 4]))
 def test_any_tree_gives_what_each_sequence_gives_alone(model, rows, min_shared):
     """And computes each token of the trie once, if it shares runs of any length."""
@@ -242,7 +242,7 @@ def test_ranks_that_share_their_rows_share_prefixes(tmp_path, options, tensor):
         assert_equal((own, got), (expected[rows].detach(), gradient))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(episodes(), st.integers(5, 60))
 def test_a_micro_batch_counts_the_tokens_of_its_tree(one_rank, rows, max_tokens):
     batch = batch_of(rows)

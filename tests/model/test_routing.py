@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -286,7 +286,6 @@ def test_routes_come_from_a_server_and_survive_a_sync(stop):
 REPLIES = st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans(), st.none() | st.integers(0, 9))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3), st.lists(REPLIES, max_size=6), st.booleans())
 def test_a_token_keeps_the_routes_of_the_first_request_that_has_them(prompt, turns, mrope):
     """Against a dictionary, token by token. A turn: tokens of text, sampled tokens, whether a segment begins before

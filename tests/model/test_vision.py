@@ -200,7 +200,7 @@ def model_of_any_rows(request, tmp_path_factory):
 A_ROW = st.builds(VisionRow, st.integers(0, 2), st.integers(1, 2), st.integers(1, 3), st.integers(0, 1))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(rows=st.lists(A_ROW, min_size=1, max_size=4), tokens=st.integers(30, 200))
 def test_any_rows_in_any_micro_batches_are_each_row_alone(model_of_any_rows, rows, tokens):
     kind = model_of_any_rows.config.model_type

@@ -39,7 +39,6 @@ from rewards.answers import last_boxed, last_tagged
 from rewards.reasoning_gym import dump_entry
 
 ROOT = Path(__file__).parents[2]
-no_deadline = settings(deadline=None)
 
 # ---- which scorer ----
 
@@ -113,7 +112,7 @@ def slow_last_boxed(text):
     return None
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(TEXTS)
 def test_last_boxed_is_the_slow_search(text):
     assume("\\\\boxed" not in text)  # a line break before it, or the end of its own command: the slow search cannot say
@@ -125,7 +124,6 @@ def test_last_boxed_after_a_line_break():
     assert last_boxed(r"in JSON \\boxed{a}") == "a"
 
 
-@no_deadline
 @given(st.lists(st.sampled_from(["<answer>", "</answer>", "a", " ", "\n"]), max_size=10).map("".join))
 def test_last_tagged_is_the_last_match(text):
     found = re.findall(r"<answer>((?:(?!<answer>).)*?)</answer>", text, re.DOTALL)
@@ -135,7 +133,6 @@ def test_last_tagged_is_the_last_match(text):
 # ---- numbers ----
 
 
-@no_deadline
 @given(st.from_regex(r"-?[0-9]{0,9}(\.[0-9]{0,9})?", fullmatch=True).filter(lambda text: re.search("[0-9]", text)))
 def test_canonical_numbers_are_equal_as_texts_where_they_are_equal_as_decimals(text):
     value, canonical = Decimal(text), gsm8k.canonical(text)
@@ -398,7 +395,6 @@ def test_math_dapo_boxed():
     assert strict(r"\boxed{34}" + " and more" * 40, "34")["score"] == -1.0
 
 
-@no_deadline
 @given(
     st.integers(-(10**20), 10**20), st.sampled_from(["{}", "{:,}", "${}$", "\\boxed{{{}}}", "{}.", "{}.0", "x = {}"])
 )
@@ -476,7 +472,6 @@ def joined(left, sign, right):
     return f"({left[0]} {sign} {right[0]})", value, left[2] + right[2]
 
 
-@no_deadline
 @given(EQUATIONS, st.integers(1, 99))
 def test_countdown_takes_exactly_the_equations_that_reach_the_target_with_the_numbers(equation, other):
     text, value, numbers = equation
@@ -582,7 +577,6 @@ def test_multiple_choice(response, pred):
         assert scored == {"score": float(pred == truth), "pred": pred}
 
 
-@no_deadline
 @given(
     st.sampled_from("ABCDEFGHIJ"),
     st.sampled_from("ABCDEFGHIJ"),
@@ -636,7 +630,6 @@ def test_search_qa(answer, truth, em, f1):
 WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat", "Cat.", "?"]), max_size=6).map(" ".join)
 
 
-@no_deadline
 @given(WORDS, WORDS)
 def test_f1_is_that_of_the_words(ours, theirs):
     a, b = search_qa.normalise(ours), search_qa.normalise(theirs)

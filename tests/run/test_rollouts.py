@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -188,7 +188,6 @@ TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback(), "toy
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None)
 @given(data=st.data())
 def test_the_texts_of_tokens_make_up_the_response(name, data):
     """Of random tokens too, many of which are pieces of characters that never come."""

@@ -343,7 +343,7 @@ def tiny_model(tmp_path_factory):
 RAGGED = [(5, [4, 1, 9, 6]), (7, [3]), (2, [8, 8, 2]), (11, [20, 1]), (5, [17, 16, 33])]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_shared_prompt_changes_no_log_prob_entropy_or_gradient(tiny_model, data):
     """Any groups, of one row too, in any order, with tool outputs and rows without a trained token among them."""

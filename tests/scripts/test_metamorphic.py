@@ -42,7 +42,7 @@ seeds = st.integers(0, 99)
 
 def for_all(**strategies):
     """hypothesis' given, the same on every run, without a search for the smallest failure."""
-    quick = settings(deadline=None, max_examples=12, derandomize=True, phases=[Phase.generate])
+    quick = settings(max_examples=12, derandomize=True, phases=[Phase.generate])
     return lambda test: quick(given(**strategies)(test))
 
 

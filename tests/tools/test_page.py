@@ -796,7 +796,7 @@ CONFIG = st.dictionaries(st.sampled_from(["script", "seed", "total_steps", "hist
 START = st.dictionaries(st.sampled_from(["command", "commit", "packages", "flags", "python", "untracked"]), JSON)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(ROW, max_size=3), st.lists(ROW, max_size=3), CONFIG | JSON, START | JSON)
 def test_whatever_json_a_run_holds_there_is_a_page(metrics, samples, config, start):
     with tempfile.TemporaryDirectory() as folder:
@@ -817,7 +817,7 @@ COLUMN = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from([*response_row(1, 0, ["a"], np.random.default_rng(0)), "images"]), COLUMN | st.none()
