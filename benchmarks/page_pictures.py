@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 @dataclass
 class Args:
     tools: Annotated[Path, tyro.conf.Positional]
-    """the folder of the run of docs/multi_turn.md"""
+    """the folder of a run of docs/multi_turn.md"""
     sweep: Annotated[Path, tyro.conf.Positional]
     """the folder of a sweep"""
 
@@ -32,16 +32,24 @@ def opened(browser: "Browser", run: Path, file: Path, scheme: str = "light") -> 
     write_page(PageArgs((run,), output=file))
     page = browser.new_page(viewport={"width": 1200, "height": 800}, color_scheme=scheme)
     page.goto(f"file://{file}")
-    page.wait_for_selector("#first canvas" if scheme == "light" else "#groups canvas")
+    page.wait_for_selector("#first canvas, #first table")
     return page
 
 
-def picture(page: "Page", name: str, start: str | None = None) -> None:
+def picture(page: "Page", name: str, start: str = "body", point_at: str | None = None) -> None:
     """start: the element at the top of the picture."""
-    if start:
-        page.locator(start).evaluate("element => element.scrollIntoView()")
-    page.wait_for_timeout(500)  # charts draw when they come into view
+    page.locator(start).first.evaluate("element => element.scrollIntoView()")
+    page.wait_for_timeout(1000)  # charts are drawn when they come into view
+    if point_at:
+        page.locator(point_at).hover()
     page.screenshot(path=DOCS / f"run_page_{name}.png")
+
+
+def choose(page: "Page", **options: str) -> None:
+    for name, value in options.items():
+        page.select_option(f"#f-{name}", value)
+    page.locator("#cards").evaluate("element => element.scrollIntoView()")
+    page.wait_for_selector(".responses")  # drawn when they come into view
 
 
 def main(args: Args) -> None:
@@ -51,18 +59,12 @@ def main(args: Args) -> None:
         browser = playwright.chromium.launch(**launch_options())
         page = opened(browser, args.tools, Path(folder, "tools.html"))
         picture(page, "first")
-        page.select_option("#f-kind", "train")
-        page.select_option("#f-sort", "spread")
-        page.locator("#samples").evaluate("element => element.scrollIntoView()")
-        page.locator(".response .t").nth(12).hover()
-        picture(page, "samples")
-
+        choose(page, kind="train", sort="spread")
+        picture(page, "samples", "#samples", ".response .t >> nth=12")
         page = opened(browser, args.tools, Path(folder, "dark.html"), "dark")
-        page.select_option("#f-kind", "train")
-        page.select_option("#f-sort", "spread")
+        choose(page, kind="train", sort="spread")
         page.select_option("#colour", "advantage")
-        picture(page, "turns", "#cards")
-
+        picture(page, "turns", ".responses")
         page = opened(browser, args.sweep, Path(folder, "sweep.html"))
         picture(page, "sweep")
         picture(page, "curves", "#curves")

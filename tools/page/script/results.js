@@ -29,7 +29,8 @@ function beforeAndAfter(run) {
   return tableOf("before and after", rowOf(["", "before", "after", "at step"], "th"), resultNames().map((name) => {
     const {before, after, step, interval: [low, high]} = ends(run, name);
     const spread = typeof low === "number" ? ` (${fmt3(low)} to ${fmt3(high)})` : "";
-    return rowOf([name, fmt(before), h("span", {}, h("b", {}, fmt(after)), spread), fmt(step)]);
+    const parts = name.split(/(?<=\/)/).flatMap((part) => [part, h("wbr")]); // a line ends after a slash
+    return rowOf([h("span", {}, ...parts), fmt(before), h("span", {}, h("b", {}, fmt(after)), spread), fmt(step)]);
   }));
 }
 
