@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -184,6 +185,7 @@ def run(main: Callable[[T], None], args: T) -> None:
     gc.enable()
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end_interrupted):  # not if it is ignored
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _interrupt_again
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher passes on the SIGHUP that it gets
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -334,6 +336,16 @@ def _interrupt(*_) -> None:
     again_s, _interrupted_at = time.monotonic() - _interrupted_at, time.monotonic()
     if again_s > 1:
         raise KeyboardInterrupt
+
+
+def _interrupt_again(dropped: Any) -> None:
+    """Python drops what a signal's handler raises during a destructor or a collector's callback: Ctrl-C, too."""
+    global _interrupted_at
+    if dropped.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(dropped)
+        return
+    _interrupted_at = -math.inf
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
 def print_last(line: str, launcher: int | None) -> None:

@@ -331,13 +331,27 @@ def full(_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x/file")
 
 
+def interrupt(_=None):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class InterruptedDestructor:
+    __del__ = interrupt
+
+
+def interrupt_a_destructor(_):
+    InterruptedDestructor()
+    time.sleep(WAIT_S)
+
+
 ONE_LINES = {
     "a full disk": (
         full,
         1,
         r"error: rank 0 in .*: \[Errno 28\] No space left on device: 'runs/x/file'; make room, .*",
     ),
-    "Ctrl-C": (lambda _: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted"),
+    "Ctrl-C": (interrupt, 130, "interrupted"),
+    "Ctrl-C in a destructor": (interrupt_a_destructor, 130, "interrupted"),
 }
 
 
