@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -418,6 +419,14 @@ def off_policy(folder: Path) -> list[str]:
         "hf_engine.sample_tokens = sample_off\n"
     )
     return ["--dataset-class", f"{folder / 'off.py'}:Rows", "--temperature", "1.5"]
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def ran(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:

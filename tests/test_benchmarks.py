@@ -90,7 +90,7 @@ def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path, monkeypatc
     assert len({*accuracy}) == 3  # each checkpoint has weights of its own
 
 
-@pytest.mark.parametrize("name, page", [("toy", "performance")])
+@pytest.mark.parametrize("name, page", [("toy", "performance"), ("pretrained", "pretrained")])
 def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(name, page, tmp_path):
     record = json.loads(vs_trl_learn.TASKS[name].record.read_text())
     vs_trl_learn.draw(name, tmp_path / "curve.png")

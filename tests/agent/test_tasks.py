@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -231,6 +232,12 @@ def processes() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
+def sleeps(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it has just ended
+        return "sleep" in process.name()
+    return False
+
+
 def wait_until(done) -> None:
     deadline = time.monotonic() + PATIENT_S
     while not done():
@@ -248,7 +255,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(shell):
             opened.exec("echo x > /app/x; chmod 0 /app; setsid sleep 1000 & trap '' TERM HUP; sleep 1000", 1000.0)
         finally:
             os._exit(1)
-    wait_until(lambda: any("sleep" in process.name() for process in processes() - before))
+    wait_until(lambda: any(map(sleeps, processes() - before)))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     wait_until(lambda: not processes() - before)

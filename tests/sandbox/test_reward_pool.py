@@ -25,7 +25,7 @@ from lib.reward.scorers import check_keywords
 from lib.reward.scores import Rewards, correlation, reward_components
 from lib.run import extra_metrics
 from lib.sandbox import pool
-from tests.common import TOY_MODEL, run_ranks
+from tests.common import TOY_MODEL, is_alive, run_ranks
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 0.4  # of the hostile scorers; the others take well under a millisecond
@@ -56,15 +56,8 @@ def counts(timeout=0, crash=0, error=0, dropped_key=0) -> dict[str, Sum]:
 
 def wait_until_gone(pids, seconds=20.0) -> set[int]:
     """The processes that are still there in the end; a zombie is gone."""
-
-    def alive(pid):
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
     deadline = time.monotonic() + seconds
-    while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < deadline:
+    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 

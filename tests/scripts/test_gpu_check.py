@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
 from benchmarks.gpu_check import claims, hardware, report, rows, run, stages, wheels
 from lib.model.memory import GIB, memory_table
-from tests.common import ROOT, environment, fork_module, ran
+from tests.common import ROOT, environment, fork_module, is_alive, ran
 
 SCRIPT = str(ROOT / "benchmarks/gpu_check.sh")
 
@@ -134,7 +133,7 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(check, monkeypatch):
     assert (loss["value"], loss["why"], loss["of"]) == (None, "the value is nan", {"a": ["inf"]})
     assert record["claims"]["G9"] == ["not seen here: this was a CPU"]
     child = results["ranks"][0]["value"]
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert not is_alive(child)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
