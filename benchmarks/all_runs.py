@@ -63,6 +63,7 @@ def rows() -> Iterator[Row]:
     yield from asynchronous(load("async_rollouts")["learn"])
     yield from against_trl(SUMS, "vs_trl_learn")
     yield from of_pretrained()
+    yield from against_trl(PRETRAINED, "vs_trl_pretrained")
 
 
 def load(name: str) -> dict[str, Any]:
