@@ -8,6 +8,8 @@
     scripts      grpo.py learns the embedded task and resumes bit for bit; two steps of ppo.py, dapo.py and remax.py
     stages       seconds of each stage of grpo.py, with a model of 0.5 B random parameters
     vllm_engine  where vLLM is installed: two syncs, sleep and wake, log-probs, tokens per second
+    vllm_scripts grpo.py with vLLM: it learns; LoRA, a mixture of experts
+    batch_invariance  --batch-invariant: a row alone and among others
     attention    the speed of varlen, packed_sdpa, windows, cuDNN's SDPA
     log_probs    LinearLogProbs by its chunk; uncompiled, compiled, and liger-kernel beside it
     ranks        two ranks against one, what a weight sync gathers, time limits

@@ -62,6 +62,10 @@ def speed(path: str, device: torch.device, label: str, change: Callable) -> Iter
         yield row(f"{label}: MFU of forward and backward", mfu, "")
         said += f", MFU {mfu:.2f}"
     yield row(f"{label}: forward and backward", 1e3 * seconds, "ms", summary={"update": said})
+    kernels = kernels_of(run)
+    yield row(f"{label}: its kernels", sum(ms for _, ms in kernels.values()), "ms", longest=longest(kernels))
+    few = seconds_of(partial(step, run.args[0], equal_rows(128, 8, model, device)), 5)
+    yield row(f"{label}: the same launches for 128 tokens, which the host's time bounds", 1e3 * few, "ms")
     yield row(f"{label}: peak of forward and backward", peak_bytes(run, device) / GIB, "GiB")
 
 
@@ -77,9 +81,13 @@ def launches(path: str, device: torch.device, label: str, change: Callable) -> I
         kernels[layers] = kernels_of(partial(step, model, batch))
     counts = {layers: sum(count for count, _ in of.values()) for layers, of in kernels.items()}
     yield row(f"{label}: launches of a layer", (counts[4] - counts[2]) / 2, "", of_all=counts)
-    longest = sorted(kernels[4].items(), key=lambda kernel: -kernel[1][1])[:MOST]
     total = sum(ms for _, ms in kernels[4].values())
-    yield row(f"{label}: kernels of four layers, the head and the log-probs", total, "ms", longest=dict(longest))
+    label = f"{label}: kernels of four layers, the head and the log-probs"
+    yield row(label, total, "ms", longest=longest(kernels[4]))
+
+
+def longest(kernels: dict[str, tuple[int, float]]) -> dict[str, tuple[int, float]]:
+    return dict(sorted(kernels.items(), key=lambda kernel: -kernel[1][1])[:MOST])
 
 
 def kernels_of(fn: Callable[[], object]) -> dict[str, tuple[int, float]]:

@@ -61,6 +61,7 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
             matched.append(k3)
             if version:
                 yield from flat_log_probs(made, rollouts[-1], T, count, device)
+                yield from alone(made, prompts, rollouts[-1], "vLLM")
                 apart = mismatch(model, rollouts[0])[1]
                 yield row(
                     "vLLM: k3 of the first rollout under the second weights", apart, "nats", apart > 10 * max(matched)
@@ -93,6 +94,20 @@ def mismatch(model: PreTrainedModel, rollout: DataProto) -> tuple[float, float, 
     difference = (trainer - rollout.batch["rollout_log_probs"])[mask].double()
     k3 = (torch.expm1(difference) - difference).mean()
     return -difference.mean().item(), k3.item(), difference.abs().max().item()
+
+
+def alone(made: VLLMEngine, prompts: DataProto, rollout: DataProto, label: str, certain=False) -> Iterator[dict]:
+    """The first rows of `rollout` again, one by one. certain: whether tokens and log-probs have to be equal."""
+    T, tokens, equal = rollout.batch["responses"].shape[1], 0, 0
+    for i in range(8):
+        again = made.generate(prompts[i : i + 1], Sampling(T), [i])
+        same = again.batch["responses"][0] == rollout.batch["responses"][i]
+        log_probs = (batch.batch["rollout_log_probs"][row] for batch, row in ((again, 0), (rollout, i)))
+        same = same.cumprod(0).bool()  # after another token everything differs
+        equal += (same & torch.eq(*log_probs)).sum().item()
+        tokens += T
+    ok = equal == tokens if certain else None
+    yield row(f"{label}: log-probs of a row among others that equal those of it alone", equal / tokens, "", ok)
 
 
 def flat_log_probs(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torch.device) -> Iterator[dict]:
