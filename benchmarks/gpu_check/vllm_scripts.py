@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu_check.rows import ROOT, Options, attempt, row, skipped
 from benchmarks.gpu_check.scripts import TINY, run_script
 
-MOE = f"--model {ROOT}/data/toy_moe/model --routing-replay"
+MOE = f"--config {ROOT}/data/toy/preset.yaml --model {ROOT}/data/toy_moe/model --routing-replay"
 ENGINE = '--rollout-engine vllm --save-every 0 --vllm-kwargs {"kv_cache_memory_bytes":1073741824}'  # several at a time
 EAGER = '--total-steps 2 --vllm-kwargs {"enforce_eager":true,"kv_cache_memory_bytes":1073741824}'
 RUNS = {
@@ -43,7 +43,7 @@ def run(options: Options, folder: str, name: str) -> Iterator[dict]:
     flags = [*ENGINE.split(), *RUNS[name].split(), *(TINY if options.tiny else ())]
     if options.tiny:
         flags += ["--total-steps", "2"]
-    metrics = run_script(options, "grpo", folder, name.replace(" ", "_"), *flags)
+    metrics = run_script(options, "grpo", folder, f"run_{[*RUNS].index(name)}", *flags)
     steps = [r for r in metrics if "rollout/k3" in r]
     k3, largest = (max(r[f"rollout/{key}"] for r in steps) for key in ("k3", "logp_diff_max"))
     router = {key: value for key, value in steps[-1].items() if key.startswith("router/")}
