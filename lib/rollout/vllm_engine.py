@@ -217,6 +217,7 @@ class VLLMEngine(SteppedEngine):
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Streams the trainer's weights into the engine, one whole tensor at a time; those below an adapter once. A
         collective. Raises UnsupportedAdapter."""
+        self._finish_steps()
         if self.can_sleep:
             self.llm.wake_up(["weights"])  # the KV cache wakes later: it and the update's memory never add up
         merged = self.lora_sync == "merged"
@@ -258,8 +259,16 @@ class VLLMEngine(SteppedEngine):
     def sleep(self) -> None:
         """On a GPU, frees weights and KV cache. Weights below an adapter stay in CPU memory."""
         if self.can_sleep:
+            self._finish_steps()
             self.llm.sleep(level=2 if self._base is None else 1)
             self.version = self.checksum = None
+
+    def _finish_steps(self) -> None:
+        """On a GPU vLLM starts a step before it has read the one before. So one more is running when the last request
+        has ended: with weights and memory that go away, and with experts that vLLM would keep for the next requests."""
+        core: Any = self.llm.llm_engine.engine_core
+        while core.engine_core.batch_queue:
+            self.llm.llm_engine.step()
 
     def close(self) -> None:
         if self.can_sleep and self.version is None:

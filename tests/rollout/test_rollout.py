@@ -766,10 +766,39 @@ def test_a_resumed_run_syncs_lora_as_it_began():
 
 def test_the_weights_below_an_adapter_survive_the_sleep_of_a_gpu():
     engine, levels = VLLMEngine.__new__(VLLMEngine), []
-    engine.can_sleep, engine.llm = True, SimpleNamespace(sleep=lambda level: levels.append(level))
+    engine.can_sleep, engine._finish_steps = True, lambda: None
+    engine.llm = SimpleNamespace(sleep=lambda level: levels.append(level))
     for engine._base in (None, 7):
         engine.sleep()
     assert levels == [2, 1] and engine.version is None
+
+
+def test_no_step_runs_while_weights_change(world, tmp_path, monkeypatch):
+    """On a GPU vLLM starts a step before it has read the one before: here too, by the length of its queue."""
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig
+
+    monkeypatch.setattr(VllmConfig, "max_concurrent_batches", 2)
+    engine, model = lora_engine(world, tmp_path, torch.float32, "merged", rank=0)
+    queue, running = engine.llm.llm_engine.engine_core.engine_core.batch_queue, []
+    start = engine.llm.start_weight_update
+    monkeypatch.setattr(engine.llm, "start_weight_update", lambda: (running.append(len(queue)), start()))
+    for version in range(2):
+        assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
+        out = engine.generate(random_prompts(6), Sampling(8), [*range(6)])
+        assert (on_policy(model, out, Sampling(8))[0] - out.batch["rollout_log_probs"]).abs().max() < 1e-4
+        assert len(queue) == 1  # a step that no request needs
+        with engine.session():
+            engine.submit("a", [9, 10, 11], Sampling(8), 1)
+            for _ in range(4):
+                engine.step()
+            assert len(queue) == 1  # the session ends before the request
+    engine.can_sleep = True
+    monkeypatch.setattr(engine.llm, "sleep", lambda level: running.append(len(queue)))
+    engine.sleep()
+    assert running == [0, 0, 0]
+    engine.can_sleep = False
+    close(engine)
 
 
 def test_fp8_weights_are_quantized_anew_at_each_sync(world, tmp_path):
