@@ -8,12 +8,12 @@
     scripts      grpo.py learns the embedded task and resumes bit for bit; two steps of ppo.py, dapo.py and remax.py
     stages       seconds of each stage of grpo.py, with a model of 0.5 B random parameters
     vllm_engine  where vLLM is installed: two syncs, sleep and wake, log-probs, tokens per second
-    vllm_scripts grpo.py with vLLM: it learns; LoRA, a mixture of experts
-    batch_invariance  --batch-invariant: a row alone and among others
     attention    the speed of varlen, packed_sdpa, windows, cuDNN's SDPA
     log_probs    LinearLogProbs by its chunk; uncompiled, compiled, and liger-kernel beside it
     ranks        two ranks against one, what a weight sync gathers, time limits
     saves        a save, a load, an export
+    vllm_scripts      grpo.py with vLLM: it learns; LoRA, a mixture of experts
+    batch_invariance  --batch-invariant: a row alone and among others
 
 Each part is a process of its own and gives its rows one by one: what fails or hangs is reported, and the others go on.
 What it prints goes to a log. At the end, or when it is interrupted, the check prints a summary of ten lines, a table,

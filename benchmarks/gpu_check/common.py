@@ -33,6 +33,7 @@ def random_model(
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed_sdpa")
     config.architectures = [type(model).__name__]
+    model._weight_conversions = []  # as after loading: otherwise transformers looks them up for each tensor of a sync
     how = LoadOptions(gradient_checkpointing=gradient_checkpointing)
     return _prepare(model, set(), config.model_type, token_log_probs, how)
 

@@ -5,12 +5,10 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_check.common import backward, equal_rows, random_model, shape, sharded
-from benchmarks.gpu_check.measure import peak_bytes, peak_flops, seconds_of
+from benchmarks.gpu_check.measure import kernels_of, peak_bytes, peak_flops, seconds_of
 from benchmarks.gpu_check.rows import Options, attempt, row, skipped
 from benchmarks.gpu_check.update import update_flops
 from lib.data_proto import DataProto
@@ -88,16 +86,3 @@ def launches(path: str, device: torch.device, label: str, change: Callable) -> I
 
 def longest(kernels: dict[str, tuple[int, float]]) -> dict[str, tuple[int, float]]:
     return dict(sorted(kernels.items(), key=lambda kernel: -kernel[1][1])[:MOST])
-
-
-def kernels_of(fn: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """(how often it runs, milliseconds) of each of the GPU's kernels, without the driver's copies and fills."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        fn()
-        torch.cuda.synchronize()
-    found: dict[str, tuple[int, float]] = {}
-    for e in recorded.events():
-        if e.device_type == DeviceType.CUDA and not e.name.startswith(("Memcpy", "Memset")):
-            count, ms = found.get(e.name, (0, 0.0))
-            found[e.name] = count + 1, ms + e.time_range.elapsed_us() / 1000
-    return found

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 DENSE_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # of the vendor's data sheets
@@ -40,6 +41,19 @@ def peak_bytes(fn: Callable[[], object], device: torch.device) -> int:
         fn()
     events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
     return int(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]).max())
+
+
+def kernels_of(fn: Callable[[], object]) -> dict[str, tuple[int, float]]:
+    """(how often it runs, milliseconds) of each of the GPU's kernels, without the driver's copies and fills."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        fn()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for e in recorded.events():
+        if e.device_type == DeviceType.CUDA and not e.name.startswith(("Memcpy", "Memset")):
+            count, ms = found.get(e.name, (0, 0.0))
+            found[e.name] = count + 1, ms + e.time_range.elapsed_us() / 1000
+    return found
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 Part = Literal[
     *("hardware", "numerics", "update", "fused", "memory", "scripts", "stages"),
-    *("vllm_engine", "vllm_scripts", "batch_invariance", "attention", "log_probs", "ranks", "saves"),
+    *("vllm_engine", "attention", "log_probs", "ranks", "saves", "vllm_scripts", "batch_invariance"),
 ]
 
 

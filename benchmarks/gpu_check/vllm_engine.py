@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_check.common import TOY_MODEL, random_batch, random_model, shape, the_world
-from benchmarks.gpu_check.measure import timed
+from benchmarks.gpu_check.measure import kernels_of, seconds_of, timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.data_proto import DataProto
 from lib.distributed import make_mesh, shard_model
@@ -60,7 +61,7 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
             yield row(f"vLLM: mismatch k3, weights {version}", k3, "nats", k3 < 0.01, k1=k1, largest=largest)
             matched.append(k3)
             if version:
-                yield from flat_log_probs(made, rollouts[-1], T, count, device)
+                yield from steps(made, rollouts[-1], T, count, device)
                 yield from alone(made, prompts, rollouts[-1], "vLLM")
                 apart = mismatch(model, rollouts[0])[1]
                 yield row(
@@ -110,15 +111,25 @@ def alone(made: VLLMEngine, prompts: DataProto, rollout: DataProto, label: str, 
     yield row(f"{label}: log-probs of a row among others that equal those of it alone", equal / tokens, "", ok)
 
 
-def flat_log_probs(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torch.device) -> Iterator[dict]:
-    """The same requests with log-probs as flat lists, as ours are, and as one object a token (G16)."""
-    prompts, seconds = [{"prompt_token_ids": list(ids)} for ids in rollout.non_tensor_batch["raw_prompt_ids"]], {}
-    for flat in (True, False):
-        params = [made._params(T, temperature=1.0, logprobs=0, seed=i) for i in range(count)]
+def steps(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torch.device) -> Iterator[dict]:
+    """The same requests with fewer rows, what the GPU computes in them, and log-probs as one object a token, where ours
+    are flat lists (G16)."""
+    prompts = [{"prompt_token_ids": list(ids)} for ids in rollout.non_tensor_batch["raw_prompt_ids"]]
+
+    def run(rows: int = count, flat: bool = True) -> None:
+        params = [made._params(T, temperature=1.0, logprobs=0, seed=i) for i in range(rows)]
         for p in params:
             p.flat_logprobs = flat
-        seconds[flat] = timed(lambda params=params: made._run(prompts, params))
-    ratio = seconds[False] / seconds[True]
+        made._run(prompts[:rows], params)
+
+    for rows in sorted({max(1, count // n) for n in (256, 16, 4, 1)}):
+        seconds = seconds_of(partial(run, rows), 2)
+        yield row(f"vLLM: a step of {rows} rows", 1e3 * seconds / T, "ms", tokens_per_s=rows * T / seconds)
+    if device.type == "cuda":
+        kernels = sum(ms for _, ms in kernels_of(run).values())
+        yield row(f"vLLM: what the GPU computes in a step of {count} rows", kernels / T, "ms")
+    pairs = [(timed(run), timed(partial(run, flat=False))) for _ in range(3)]  # in turns, for a machine's speed varies
+    ratio = min(objects for _, objects in pairs) / min(flat for flat, _ in pairs)
     said = f"one object a log-prob takes {ratio:.2f} times as long as flat lists"
     yield row("vLLM: log-probs as objects / flat", ratio, "", None, claim(device, "G16", ratio > 1.02, said))
 
