@@ -6,8 +6,9 @@ a CPU, where vLLM's own do not. There two of vLLM's caches silently survive a re
 copy of a tied output head, and the packed experts of a mixture."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
 from lib.distributed import address_towards, in_thread, join_group
 
@@ -43,6 +45,25 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(layer)
 
 
+def is_gpt_oss(model: torch.nn.Module) -> bool:
+    return type(model).__name__ == "GptOssForCausalLM"
+
+
+def split_experts(
+    weights: Iterable[tuple[str, torch.Tensor]], sinks: list[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a gpt-oss as its vLLM model takes them in a reload: experts one by one. Fused ones and attention
+    sinks it copies into parameters that the reload replaces. So sinks go to `sinks`, to be loaded after it."""
+    for name, tensor in weights:
+        layer, experts, param = name.partition(".mlp.experts.")
+        if experts:
+            yield from ((f"{layer}{experts}{i}.{param}", expert) for i, expert in enumerate(tensor))
+        elif name.endswith(".sinks"):
+            sinks.append((name, tensor.clone()))
+        else:
+            yield name, tensor
+
+
 @dataclass
 class DirectUpdateInfo(WeightTransferUpdateInfo):
     weights: Any = None  # yields (checkpoint name, tensor), and can be iterated again
@@ -51,6 +72,7 @@ class DirectUpdateInfo(WeightTransferUpdateInfo):
 class DirectEngine(WeightTransferEngine):
     init_info_cls = WeightTransferInitInfo
     update_info_cls = DirectUpdateInfo
+    sinks: list[tuple[str, torch.Tensor]]
 
     def init_transfer_engine(self, init_info): ...
 
@@ -58,13 +80,19 @@ class DirectEngine(WeightTransferEngine):
         if self.device.type == "cpu":
             forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
+        self.sinks = []
 
     def receive_weights(self, update_info):
-        self.model.load_weights(iter(update_info.weights))
+        self.load(update_info.weights)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.model.load_weights(split_experts(weights, self.sinks) if is_gpt_oss(self.model) else iter(weights))
 
     def finish_weight_update(self):
         finalize_layerwise_reload(self.model, self.model_config)
         pack_linear_layers(self.model)
+        if self.sinks:
+            self.model.load_weights(iter(self.sinks))
 
     def shutdown(self): ...
 
@@ -137,7 +165,7 @@ class BroadcastEngine(DirectEngine):
         bucket = torch.empty(sum(numels), dtype=getattr(torch, update_info.dtype), device=self.device)
         self.group.broadcast(bucket, 0).wait()
         tensors = [part.view(shape) for part, shape in zip(bucket.split(numels), update_info.shapes)]
-        self.model.load_weights(zip(update_info.names, tensors))
+        self.load(zip(update_info.names, tensors))
 
     def shutdown(self):
         if self.group is not None:
@@ -159,11 +187,18 @@ class WorkerExtension:
         return config and config.backend
 
     def reload_from(self, weights_path: str) -> None:
-        """vLLM's reload_weights, which would leave stale caches on a CPU; this does not."""
+        """vLLM's reload_weights, which would leave stale caches on a CPU and lose weights of gpt-oss; this does not."""
+        model = self.model_runner.get_model()
         if self.device.type == "cpu":
-            forget_packed_experts(self.model_runner.get_model())
-        self.reload_weights(weights_path=weights_path)
-        pack_linear_layers(self.model_runner.get_model())
+            forget_packed_experts(model)
+        if is_gpt_oss(model):
+            sinks: list[tuple[str, torch.Tensor]] = []
+            files = sorted(str(file) for file in Path(weights_path).glob("*.safetensors"))
+            self.reload_weights(weights_iterator=split_experts(safetensors_weights_iterator(files, False), sinks))
+            model.load_weights(iter(sinks))
+        else:
+            self.reload_weights(weights_path=weights_path)
+        pack_linear_layers(model)
 
 
 for name, engine in {"direct": DirectEngine, "broadcast": BroadcastEngine}.items():

@@ -18,6 +18,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -600,8 +602,8 @@ def drop_the_last(self, update_info):
     self.model.load_weights(list(update_info.weights)[:-1])
 
 
-def forget_the_head(self):
-    """What vLLM does by itself on a CPU: the packed copy of a tied head stays that of the first load."""
+def only_finalize(self):
+    """What vLLM does by itself: sinks of gpt-oss, and on a CPU the packed copy of a tied head, stay as they were."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(self.model, self.model_config)
@@ -615,21 +617,27 @@ def forget_the_experts(self):
 
 
 BROKEN = {
-    "tied": ("finish_weight_update", forget_the_head),
+    "tied": ("finish_weight_update", only_finalize),
     "untied": ("receive_weights", drop_the_last),
     "moe": ("start_weight_update", forget_the_experts),
+    "gpt_oss": ("finish_weight_update", only_finalize),
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS: dict[str, dict] = {
+    "moe": {"cls": MixtralForCausalLM, "config": MixtralConfig, **EXPERTS},
+    "gpt_oss": {"cls": GptOssForCausalLM, "config": GptOssConfig, "head_dim": 32, **EXPERTS},
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
-    """Tied head, prefix cache, packed experts; and an engine that took the weights and does not use them is caught."""
+    """Tied head, prefix cache, packed experts, the fused ones and the sinks of gpt-oss; from files, too. An engine that
+    took the weights and does not use them is caught."""
     vllm_weights = pytest.importorskip("lib.rollout.vllm_weights")
-    moe = {"cls": MixtralForCausalLM, "config": MixtralConfig, "num_local_experts": 4, "num_experts_per_tok": 2}
-    if kind == "moe":  # vLLM makes the group of experts for the first model of a process only
+    if kind in ("moe", "gpt_oss"):  # vLLM makes the group of experts for the first model of a process only
         groups = importlib.import_module("vllm.distributed.parallel_state")
         monkeypatch.setattr(groups, "_EP", groups._EP or groups._TP)
-    path = save_tiny(tmp_path / "model", tied=kind == "tied", **(moe if kind == "moe" else {}))
+    path = save_tiny(tmp_path / "model", tied=kind == "tied", **MODELS.get(kind, {}))
     engine, model = build("vllm", path, tmp_path / "engine", max_length=300)
     for version in range(2):
         perturb(model)
@@ -646,6 +654,11 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
         got = [lp[token].logprob for token, lp in zip(ids, again.outputs[0].logprobs)]
         assert (log_p.gather(1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(got)).abs().max() < 1e-4
         assert out.outputs[0].token_ids != again.outputs[0].token_ids
+    monkeypatch.setattr(engine.llm.llm_engine.vllm_config.load_config, "load_format", "auto")  # as a server has it
+    engine.llm.collective_rpc(vllm_weights.WorkerExtension.reload_from, args=(path,))
+    ids = torch.arange(20, 52)
+    own = load_model(path)(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    assert (own - engine.probe_log_probs(ids.tolist())).abs().max() < 1e-4
     monkeypatch.setattr(vllm_weights.DirectEngine, *BROKEN[kind])
     perturb(model)
     with pytest.raises(WeightSyncError, match="does not compute with them"):
