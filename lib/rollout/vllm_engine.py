@@ -372,10 +372,27 @@ def _prepare_for_cpu() -> None:
 
     counter = sampler.batched_count_greater_than  # uncompiled: saves a C++ compilation of many seconds
     sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
+    _rotate_heads_on_cpu()
     # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s import,
     # makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
     if llvm := sys.modules.get("llvmlite.binding.ffi"):
         llvm.lib._fntab["__dict__"] = {}
+
+
+def _rotate_heads_on_cpu() -> None:
+    """vLLM's rotary kernel for CPUs takes the wrong elements of a query (tokens, heads, size), which DeepSeek has."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+    if kernel.__name__ != "forward_cpu":  # done by an earlier engine
+        return
+
+    def rotate(rotary, positions, query, key=None):
+        if query.dim() == 2:
+            return kernel(rotary, positions, query, key)
+        return rotary.forward_native(positions, query, key)
+
+    RotaryEmbedding.forward_cpu = rotate
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -621,11 +623,15 @@ BROKEN = {
     "untied": ("receive_weights", drop_the_last),
     "moe": ("start_weight_update", forget_the_experts),
     "gpt_oss": ("finish_weight_update", only_finalize),
+    "deepseek_v3": ("start_weight_update", forget_the_experts),
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 2, "topk_group": 1}  # as its files say
+DEEPSEEK |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 32, "num_key_value_heads": 2}
 MODELS: dict[str, dict] = {
     "moe": {"cls": MixtralForCausalLM, "config": MixtralConfig, **EXPERTS},
     "gpt_oss": {"cls": GptOssForCausalLM, "config": GptOssConfig, "head_dim": 32, **EXPERTS},
+    "deepseek_v3": {"cls": DeepseekV3ForCausalLM, "config": DeepseekV3Config, **DEEPSEEK, **EXPERTS},
 }
 
 
@@ -634,7 +640,7 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     """Tied head, prefix cache, packed experts, the fused ones and the sinks of gpt-oss; from files, too. An engine that
     took the weights and does not use them is caught."""
     vllm_weights = pytest.importorskip("lib.rollout.vllm_weights")
-    if kind in ("moe", "gpt_oss"):  # vLLM makes the group of experts for the first model of a process only
+    if kind in MODELS:  # vLLM makes the group of experts for the first model of a process only
         groups = importlib.import_module("vllm.distributed.parallel_state")
         monkeypatch.setattr(groups, "_EP", groups._EP or groups._TP)
     path = save_tiny(tmp_path / "model", tied=kind == "tied", **MODELS.get(kind, {}))
