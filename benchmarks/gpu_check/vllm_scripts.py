@@ -1,9 +1,10 @@
-"""Part `vllm_scripts`: grpo.py learns the embedded task with vLLM; two steps with LoRA, --batch-invariant
-and the embedded mixture of experts, with and without `--routing-replay R3`."""
+"""Part `vllm_scripts`: grpo.py learns the embedded task with vLLM; two steps with LoRA, `--batch-invariant`, and the
+embedded mixture of experts with each `--routing-replay`."""
 
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -31,12 +32,9 @@ def check(options: Options, device: torch.device) -> Iterator[dict]:
         return
     names = [name for name in RUNS if device.type != "cpu" or name not in ON_A_GPU]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1 if options.tiny else None) as threads:
-        for rows in threads.map(lambda name: list(one(options, folder, name)), names):
+        runs = [attempt(f"vLLM, {name}", partial(run, options, folder, name)) for name in names]
+        for rows in threads.map(list, runs):
             yield from rows
-
-
-def one(options: Options, folder: str, name: str) -> Iterator[dict]:
-    yield from attempt(f"vLLM, {name}", lambda: run(options, folder, name))
 
 
 def run(options: Options, folder: str, name: str) -> Iterator[dict]:
