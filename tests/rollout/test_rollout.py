@@ -121,7 +121,10 @@ def engine_and_model(request, world, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     path = save_tiny(folder / "model")
     give_generation_config(path)  # the policy is the model alone
-    engine, model = build(request.param, path, folder / "engine")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "vllm":  # a step ahead, as on a GPU
+            patch.setattr("vllm.config.VllmConfig.max_concurrent_batches", 2)
+        engine, model = build(request.param, path, folder / "engine")
     sync_weights(engine, model, 0, tolerance=TOLERANCE)
     yield engine, model
     close(engine)
@@ -580,6 +583,31 @@ def test_log_probs_that_are_not_finite_are_the_policys_fault(engine_and_model):
     engine.version = None
 
 
+def test_no_step_runs_while_weights_change(engine_and_model, monkeypatch):
+    """On a GPU vLLM starts a step before it has read the one before: here too, by the length of its queue."""
+    engine, model = engine_and_model
+    if not isinstance(engine, VLLMEngine):
+        pytest.skip("of vLLM")
+    queue, running = engine.llm.llm_engine.engine_core.engine_core.batch_queue, []
+    start = engine.llm.start_weight_update
+    monkeypatch.setattr(engine.llm, "start_weight_update", lambda: (running.append(len(queue)), start()))
+    for version in range(2):
+        sync_weights(engine, model, version, tolerance=TOLERANCE)
+        engine.generate(random_prompts(6), Sampling(8), [*range(6)])
+        assert len(queue) == 1  # a step that no request needs
+        with engine.session():
+            engine.submit("a", [9, 10, 11], Sampling(8), 1)
+            for _ in range(4):
+                engine.step()
+            assert len(queue) == 1  # the session ends before the request
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "can_sleep", True)
+        patch.setattr(engine.llm, "sleep", lambda level: running.append(len(queue)))
+        engine.sleep()
+    assert running == [0, 0, 0]
+    sync_weights(engine, model, 2, tolerance=TOLERANCE)
+
+
 @pytest.mark.parametrize(("version", "blamed"), [(0, "--model"), (7, "--lr")])
 def test_weights_that_are_not_finite_are_named_and_not_sent(engine_and_model, version, blamed, monkeypatch):
     """One number of an embedding that the probe need not read: the engine is not to blame."""
@@ -790,34 +818,6 @@ def test_the_weights_below_an_adapter_survive_the_sleep_of_a_gpu():
     for engine._base in (None, 7):
         engine.sleep()
     assert levels == [2, 1] and engine.version is None
-
-
-def test_no_step_runs_while_weights_change(world, tmp_path, monkeypatch):
-    """On a GPU vLLM starts a step before it has read the one before: here too, by the length of its queue."""
-    pytest.importorskip("vllm")
-    from vllm.config import VllmConfig
-
-    monkeypatch.setattr(VllmConfig, "max_concurrent_batches", 2)
-    engine, model = lora_engine(world, tmp_path, torch.float32, "merged", rank=0)
-    queue, running = engine.llm.llm_engine.engine_core.engine_core.batch_queue, []
-    start = engine.llm.start_weight_update
-    monkeypatch.setattr(engine.llm, "start_weight_update", lambda: (running.append(len(queue)), start()))
-    for version in range(2):
-        assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
-        out = engine.generate(random_prompts(6), Sampling(8), [*range(6)])
-        assert (on_policy(model, out, Sampling(8))[0] - out.batch["rollout_log_probs"]).abs().max() < 1e-4
-        assert len(queue) == 1  # a step that no request needs
-        with engine.session():
-            engine.submit("a", [9, 10, 11], Sampling(8), 1)
-            for _ in range(4):
-                engine.step()
-            assert len(queue) == 1  # the session ends before the request
-    engine.can_sleep = True
-    monkeypatch.setattr(engine.llm, "sleep", lambda level: running.append(len(queue)))
-    engine.sleep()
-    assert running == [0, 0, 0]
-    engine.can_sleep = False
-    close(engine)
 
 
 def test_fp8_weights_are_quantized_anew_at_each_sync(world, tmp_path):
