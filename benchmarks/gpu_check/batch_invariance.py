@@ -32,11 +32,9 @@ def invariance(options: Options, device: torch.device) -> Iterator[dict]:
     tokenizer = load_tokenizer(TOY_MODEL)
     model = sharded(random_model(shape(options, "qwen2.5-0.5b"), device))
     with TemporaryDirectory() as folder:
-        eager = {"enforce_eager": True}  # no minute of compilation
-        made = make_engine(
-            "vllm", model, tokenizer, folder=Path(folder, "engine"), max_length=96, dtype=torch.bfloat16,
-            gpu_memory=0.3, vllm_kwargs=eager,
-        )  # fmt: skip
+        settings = {"max_length": 96, "dtype": torch.bfloat16, "gpu_memory": 0.3}
+        settings["vllm_kwargs"] = {"enforce_eager": True}  # no minute of compilation
+        made = make_engine("vllm", model, tokenizer, folder=Path(folder, "engine"), **settings)
         made.stop_ids = []
         sync_weights(made, model, 0, tolerance=TOLERANCE)
         prompts = prompts_of(64, len(tokenizer), device)

@@ -99,16 +99,13 @@ def mismatch(model: PreTrainedModel, rollout: DataProto) -> tuple[float, float, 
 
 def alone(made: VLLMEngine, prompts: DataProto, rollout: DataProto, label: str, certain=False) -> Iterator[dict]:
     """The first rows of `rollout` again, one by one. certain: whether tokens and log-probs have to be equal."""
-    T, tokens, equal = rollout.batch["responses"].shape[1], 0, 0
-    for i in range(8):
+    rows, T, equal = 8, rollout.batch["responses"].shape[1], 0
+    for i in range(rows):
         again = made.generate(prompts[i : i + 1], Sampling(T), [i])
-        same = again.batch["responses"][0] == rollout.batch["responses"][i]
-        log_probs = (batch.batch["rollout_log_probs"][row] for batch, row in ((again, 0), (rollout, i)))
-        same = same.cumprod(0).bool()  # after another token everything differs
-        equal += (same & torch.eq(*log_probs)).sum().item()
-        tokens += T
-    ok = equal == tokens if certain else None
-    yield row(f"{label}: log-probs of a row among others that equal those of it alone", equal / tokens, "", ok)
+        tokens, log_probs = (again.batch[key][0] == rollout.batch[key][i] for key in ("responses", "rollout_log_probs"))
+        equal += (tokens.cumprod(0).bool() & log_probs).sum().item()  # after another token everything differs
+    ok = equal == rows * T if certain else None
+    yield row(f"{label}: log-probs of a row among others that equal those of it alone", equal / (rows * T), "", ok)
 
 
 def steps(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torch.device) -> Iterator[dict]:

@@ -13,10 +13,10 @@ from benchmarks.gpu_check.rows import ROOT, Options, attempt, row, skipped
 from benchmarks.gpu_check.scripts import TINY, run_script
 
 MOE = f"--config {ROOT}/data/toy/preset.yaml --model {ROOT}/data/toy_moe/model --routing-replay"
-ENGINE = '--rollout-engine vllm --save-every 0 --vllm-kwargs {"kv_cache_memory_bytes":1073741824}'  # several at a time
-EAGER = '--total-steps 2 --vllm-kwargs {"enforce_eager":true,"kv_cache_memory_bytes":1073741824}'
+CACHE = '"kv_cache_memory_bytes":1073741824'  # of each: several run at a time
+EAGER = f'--total-steps 2 --vllm-kwargs {{"enforce_eager":true,{CACHE}}}'
 RUNS = {
-    "16 steps": "--total-steps 16",
+    "16 steps": f"--total-steps 16 --vllm-kwargs {{{CACHE}}}",
     "LoRA, adapters": f"{EAGER} --lora-rank 8 --lora-sync adapter",
     "--batch-invariant": f"{EAGER} --batch-invariant",
     "MoE, --routing-replay none": f"{EAGER} {MOE} none",
@@ -38,9 +38,8 @@ def check(options: Options, device: torch.device) -> Iterator[dict]:
 
 
 def run(options: Options, folder: str, name: str) -> Iterator[dict]:
-    flags = [*ENGINE.split(), *RUNS[name].split(), *(TINY if options.tiny else ())]
-    if options.tiny:
-        flags += ["--total-steps", "2"]
+    small = (*TINY, "--total-steps", "2") if options.tiny else ()
+    flags = ["--rollout-engine", "vllm", "--save-every", "0", *RUNS[name].split(), *small]
     metrics = run_script(options, "grpo", folder, f"run_{[*RUNS].index(name)}", *flags)
     steps = [r for r in metrics if "rollout/k3" in r]
     k3, largest = (max(r[f"rollout/{key}"] for r in steps) for key in ("k3", "logp_diff_max"))

@@ -130,6 +130,11 @@ def engine_and_model(request, world, tmp_path_factory):
     close(engine)
 
 
+def text_log_probs(model, ids):
+    """(n - 1,), of the tokens of a text (n,) but the first."""
+    return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
 def perturb(model, size=0.3):
     for module in fsdp_modules(model):
         module.reshard()  # a probe leaves the root's parameters whole, and what is written there is lost
@@ -691,7 +696,7 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     monkeypatch.setattr(engine.llm.llm_engine.vllm_config.load_config, "load_format", "auto")  # as a server has it
     engine.llm.collective_rpc(vllm_weights.WorkerExtension.reload_from, args=(path,))
     ids = torch.arange(20, 52)
-    own = load_model(path)(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    own = text_log_probs(load_model(path), ids)
     assert (own - engine.probe_log_probs(ids.tolist())).abs().max() < 1e-4
     monkeypatch.setattr(vllm_weights.DirectEngine, *BROKEN[kind])
     perturb(model)
@@ -754,8 +759,7 @@ def test_vllm_samples_with_adapters_and_with_merged_weights(world, tmp_path, cap
     adapter = {name: full_tensor(p.detach()) for name, p in model.named_parameters() if ".lora_" in name}
     write_adapter(tmp_path / "exported", model, adapter)
     engine._lora = LoRARequest("exported", 99, str(tmp_path / "exported"))  # read from its files, as by vllm serve
-    own = model(input_ids=torch.arange(9, 41)[None]).logits[0, :-1].log_softmax(-1)
-    own = own.gather(1, torch.arange(10, 41)[:, None])[:, 0]
+    own = text_log_probs(model, torch.arange(9, 41))
     assert (own - engine.probe_log_probs([*range(9, 41)])).abs().max() < 1e-4
     engine._lora = None
     assert (own - engine.probe_log_probs([*range(9, 41)])).abs().max() > 0.1  # the adapter counts
