@@ -275,7 +275,7 @@ NODE = 8  # GPUs that NVLink joins
 NVLINK, NETWORK = 300e9, 40e9  # bytes/s of a GPU to the others of its node, and to other nodes: assumptions
 READS = 0.8  # share of MEMORY_TBPS that decoding reaches: an assumption
 PREFILL_MFU = 0.5  # of decoding many rows, too: an assumption
-STEP_S = 2e-3  # of the engine's scheduler and launches, each step: an assumption
+STEP_S, ROW_S = 2e-3, 24e-6  # of vLLM's scheduler and launches: each step, and each of its rows (docs/gpu.md, H200)
 ALL_REDUCE_S = 1e-5  # twice a layer, in an engine on several GPUs: an assumption
 REQUEST_S = 5e-4  # of an HTTP request to a server, on a CPU: benchmarks/results/server_rollout.json
 SYNC_S = 1.0  # of a sync, besides the weights: pause or wake-up, checksum, probe: an assumption
@@ -403,8 +403,9 @@ def engine_rates(args: ScriptArgs, policy: DecoderCosts, gpu: Gpu) -> EngineRate
         raise InputError(f"--vllm-kwargs max_num_seqs {slots}: give a number of rows, such as 256")
     return EngineRates(
         fixed=STEP_S + 2 * policy.layers * ALL_REDUCE_S * (gpus > 1),
-        row=policy.token / computed,
+        row=ROW_S,
         weights=policy.weights / read,
+        computed=policy.token / computed,
         context=policy.cache / read,
         prefill=(policy.token + policy.seen * prompt / 2) / computed,
         request=REQUEST_S if args.rollout.rollout_gpus else 0.0,

@@ -4,8 +4,8 @@ Rates come in as numbers (lib/estimate.py has those of GPUs); here time passes. 
 of one token for each of at most `slots` rows, the rows that came first while their keys and values fit; where a token
 more does not fit, the row that was admitted last waits again. A step of n rows with K tokens before them takes
 
-    fixed + max(weights, n row) + K context        weights: read once; row: computed; context: a token's keys and values
-
+    max(fixed + n row, weights, n computed) + K context    row: scheduled on the host, while the GPU reads the weights,
+                                                           computes the rows, and reads a token's keys and values
 and an admission takes the prefill of its tokens, of a prompt once for its group (prefix caching). Nothing changes
 between two events (a row ends, or has no room; weights come), so all steps between them are one sum.
 
@@ -90,8 +90,9 @@ class EngineRates(NamedTuple):
     """Seconds, and sizes, of one engine."""
 
     fixed: float  # of any step
-    row: float  # of a step, for each row
-    weights: float = 0.0  # of a step, beside the rows' computation
+    row: float  # of a step, for each row: the host's, as is `fixed`
+    weights: float = 0.0  # of a step, on the GPU meanwhile
+    computed: float = 0.0  # of a step, for each row, on the GPU meanwhile
     context: float = 0.0  # of a step, for each token that a row sees
     prefill: float = 0.0  # of a token
     request: float = 0.0  # of one more request, and of each that a sync has stopped
@@ -101,7 +102,7 @@ class EngineRates(NamedTuple):
     def decode(self, rows: int, context: int, steps: int) -> float:
         """Seconds of `steps` steps. context: the tokens that all rows together see in the first."""
         seen = steps * context + rows * (steps * (steps - 1) // 2)
-        return steps * (self.fixed + max(self.weights, rows * self.row)) + seen * self.context
+        return steps * max(self.fixed + rows * self.row, self.weights, rows * self.computed) + seen * self.context
 
 
 @dataclass(slots=True, eq=False)

@@ -292,6 +292,20 @@ def test_the_code_in_the_readme_is_that_of_grpo():
     assert "advantages = (scores - mean) / (std" in code and "torch.minimum(losses, dual_clip)" in code
 
 
+def test_the_line_counts_of_the_readme_are_those_of_the_tree():
+    """Within 5 %: a count need not change with each commit."""
+    table = text_of("README.md").partition("## Comparison")[2]
+    rows = {row.split("|")[1].strip(): row.split("|")[2] for row in table.splitlines() if row.count("|") > 4}
+    lines = {path: len(path.read_text().splitlines()) for path in [ROOT / f"{script}.py" for script in SCRIPTS]}
+    lines |= {
+        p: len(p.read_text().splitlines()) for room in ("lib", "rewards", "tools") for p in (ROOT / room).rglob("*.py")
+    }
+    [package] = re.findall(r"[\d,]+", rows["Python lines of the whole package"])
+    [script] = re.findall(r"`grpo.py` ([\d,]+)", rows["files to read for one GRPO step, lines"])
+    assert int(package.replace(",", "")) == pytest.approx(sum(lines.values()), rel=0.05)
+    assert int(script.replace(",", "")) == pytest.approx(lines[ROOT / "grpo.py"], rel=0.05)
+
+
 # ---- tables --------------------------------------------------------------------------------------
 
 
