@@ -39,6 +39,7 @@ from lib.model import NEVER, add_lora, least_kept, load_model, load_tokenizer, l
 from lib.model.log_probs import batched_log_probs
 from lib.rollout import Rollouts
 from lib.rollout.hf_engine import GroupLayer, HFEngine
+from lib.rollout.replay import recorded_steps
 from lib.run.run_config import read_json
 from lib.sampling import Sampling
 from tools.oracle import ROOT, load_script, parse_one_line, run_quietly
@@ -565,7 +566,7 @@ def measure(args: Args) -> Report:
     step, more = args.step or 1, ["--record", "", "--resume", "never"]
     if args.replay:
         check_recording(Path(args.replay), config)
-        steps = [int(path.name.removeprefix("step_")) for path in Path(args.replay).glob("step_*")]
+        steps = recorded_steps(Path(args.replay))
         step = args.step or max([s for s in steps if s <= 3], default=1)
         more += ["--replay", args.replay]
     else:
