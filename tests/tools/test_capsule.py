@@ -327,7 +327,8 @@ def test_a_damaged_or_foreign_file_is_one_line(capsule, tmp_path):
 def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_path):
     config = json.loads(contents(capsule)["model/config.json"])
     deep = {"num_hidden_layers": 4096, "layer_types": ["full_attention"] * 4096, "max_window_layers": 4096}
-    table = {"model_type": "gptj", "n_positions": 2**20, "n_embd": 64, "n_head": 4, "rotary_dim": 4, "n_layer": 1}
+    table = {"model_type": "gpt_neo", "max_position_embeddings": 2**20, "hidden_size": 64, "num_layers": 2}
+    table |= {"num_heads": 4, "attention_types": [[["global", "local"], 1]]}  # a buffer of positions x positions
     for change in (
         {"auto_map": {"AutoConfig": "evil.Config"}},
         {"rope_parameters": {"auto_map": {}}},
@@ -357,8 +358,9 @@ def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_pat
         with pytest.raises(InputError) as error:
             main(Args(file, output=tmp_path / "opened"))
         assert str(error.value).isprintable()
+    scorer = next(Path(name).stem for name in contents(capsule) if "mine" in name)
     for code in (b"def score(", b"-" * 200_000, b"(" * 50_000, b"def score(): \x00", b"\xff", b"#" * 2**21):
-        file = altered(capsule, tmp_path / "hostile.zip", **{"0-mine": code})
+        file = altered(capsule, tmp_path / "hostile.zip", **{scorer: code})
         with pytest.raises(InputError):
             main(Args(file, output=tmp_path / "opened"))
     for left_out in ("capsule", "config"):
