@@ -470,7 +470,7 @@ def agreeing(name: str, engine: Setting, trainer: Setting) -> tuple[Setting, Set
     if name == "batch" and engine.batch == trainer.batch:
         return replace(engine, batch="alone"), replace(trainer, batch="alone")
     if name == "dtype" and not engine.dtype == trainer.dtype == "float32":
-        return replace(engine, dtype="float32", quantization=None), replace(trainer, dtype="float32")
+        return replace(engine, dtype="float32"), replace(trainer, dtype="float32")
     if name == "routing" and trainer.routing == "own":
         return engine, replace(trainer, routing="recorded")  # which are the engine's
     if getattr(engine, name) == getattr(trainer, name):
@@ -487,6 +487,8 @@ def why_not(name: str, batch: Batch, engine: Setting) -> str:
             return "the model has no experts"
         if "routed_experts" not in batch.batch.non_tensor_batch:
             return "not toggled: the batch has no routes of the engine"
+    if name == "dtype" and engine.kernels == "vllm" and engine.quantization:
+        return "not toggled: vLLM quantizes no float32"  # and without quantization, this would remove two causes
     if name == "lora" and not own.model.lora_rank:
         return "the run has no adapters"
     if name == "weights" and len(batch.versions) == 1:
