@@ -398,8 +398,8 @@ class Cell:
 @dataclass
 class Measured:
     """cosine of the expected and the true gradient, ratio of their norms, and noise: the variance of a batch's gradient
-    over the square of the expected one's norm. cosine is None where the expected gradient is 0, or (not exact) too small
-    to be told from 0. Errors are standard errors, 0 where all batches were enumerated (exact)."""
+    over the square of the expected one's norm. cosine is None where the expected gradient is 0, or, of sampled batches,
+    cannot be told from 0. Errors are standard errors, 0 where all batches were enumerated (exact)."""
 
     cosine: float | None
     ratio: float
