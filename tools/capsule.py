@@ -81,11 +81,8 @@ EMPTY |= {"extra_info": {}, "tools_kwargs": {}, "interaction_kwargs": {}, "index
 # flags that a replay does not take over: they decide nothing of the step's mathematics, or would run something
 DROPPED = {"total_epochs", "keep_best", "stop_when", "track", "plan", "trace", "trust_remote_code", "train_weights"}
 DROPPED |= {"dataset_class", "prompt_key", "answer_key", "prompt_template", "system_prompt", "chat_template_kwargs"}
-DROPPED |= {"loader_workers", "prompt_sampling", "rollout_engine", "rollout_gpus"} | {
-    "agent",
-    "agent_memory",
-    "agent_ignore",
-}
+DROPPED |= {"loader_workers", "prompt_sampling", "rollout_engine", "rollout_gpus"}
+DROPPED |= {"agent", "agent_memory", "agent_ignore"}
 DROPPED |= {"rollout_tensor_parallel_size", "gpu_memory_utilization", "vllm_kwargs", "lora_sync", "max_mismatch"}
 DROPPED |= {"async_level", "async_order", "reward_kwargs", "shadow_reward", "val_every", "val_reward"}
 DROPPED |= {"attn_implementation", "compile", "cpu_offload", "use_liger_kernel", "lr_schedule", "warmup_steps"}
@@ -127,9 +124,11 @@ def main(args: Args) -> None:
     if args.step is not None:
         write(args, args.step)
     elif args.source.is_file():
-        open_capsule(args.source, args.output or default_folder(args.source), args.max_gb)
+        with one_line_errors(args.source):
+            open_capsule(args.source, args.output or default_folder(args.source), args.max_gb)
     elif (args.source / "capsule.json").is_file():
-        compare(args.source, args.tolerance)
+        with one_line_errors(args.source):
+            compare(args.source, args.tolerance)
     else:
         raise InputError(f"{args.source}: no capsule; to pack a step of a run give --step N")
 
@@ -427,13 +426,14 @@ def contents(about: dict, prompts: int, recorded: list[Path]) -> str:
 
 def open_capsule(file: Path, folder: Path, max_gb: float) -> None:
     """Writes the folder, and runs nothing of it. Raises InputError for a file that is no capsule, or a hostile one."""
-    with one_line_errors(file), export.new_folder(folder) as aside:
+    with export.new_folder(folder) as aside:
         unpack(file, aside, int(max_gb * 1e9))
         about = read_about(aside)
         make_model(aside / "model", about)
         write_scorers(aside, about)
         (aside / "recording/config.json").write_text(json.dumps(replay_flags(aside, folder, about), indent=1))
-    script, commit = about["flags"]["script"], str(about["versions"].get("commit"))
+        commit = str(about["versions"].get("commit"))
+    script = about["flags"]["script"]
     own = shlex.quote(f"{folder}/script/{script}")
     launcher = "python" if about["ranks"] == 1 else f"torchrun --nproc-per-node {about['ranks']}"
     run = f"{launcher} {script}" if (ROOT / script).is_file() else f"PYTHONPATH=. {launcher} {own}"
@@ -450,7 +450,7 @@ def default_folder(file: Path) -> Path:
     """The capsule's name without .capsule.zip, in the working directory. Its sender may have chosen it."""
     name = file.name.removesuffix(".zip").removesuffix(".capsule")
     if not name.isprintable() or name[:1] in ("", ".", "-"):
-        raise InputError(f"{printable(file)}: no name for a folder: give --output")
+        raise InputError(f"{file}: no name for a folder: give --output")
     return Path(name)
 
 
@@ -636,8 +636,8 @@ def replay_flags(folder: Path, final: Path, about: dict) -> dict[str, Any]:
     changed |= {name: changed["model"] for name in ("critic_model", "reward_model") if flags.get(name)}
     turns = flags["multi_turn"]
     if flags["agent"] or turns["tools"] or turns["interaction"]:  # in a replay, none of them plays
-        own = {"tools": [], "interaction": "reasoning_gym", "compact_at": None, "context_window": None}
-        changed["multi_turn"] = turns | own
+        idle = {"tools": [], "interaction": "reasoning_gym", "compact_at": None, "context_window": None}
+        changed["multi_turn"] = turns | idle
         changed["chat_template"] = f"{at}/chat_template.jinja"
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     scorers = [spec.rpartition(":") for spec in flags["reward"]]
@@ -647,9 +647,8 @@ def replay_flags(folder: Path, final: Path, about: dict) -> dict[str, Any]:
             changed[flag] = metrics[f"actor/{flag}"]
     given, correction = flags["rollout_correction"], flags["effective"]["rollout_correction"]
     if isinstance(correction, dict) and given["level"] is None:  # a default of asynchronous runs
-        changed["rollout_correction"] = given | {
-            key: correction[key] for key in ("level", "bounds") if key in correction
-        }
+        own = {key: correction[key] for key in ("level", "bounds") if key in correction}
+        changed["rollout_correction"] = given | own
     return {key: value for key, value in (flags | changed).items() if key not in DROPPED}
 
 
@@ -658,8 +657,7 @@ def replay_flags(folder: Path, final: Path, about: dict) -> dict[str, Any]:
 
 def compare(folder: Path, tolerance: float) -> None:
     """Compares the replay's metrics with the recorded ones, in the order in which a step computes them."""
-    with one_line_errors(folder):
-        about = read_about(folder)
+    about = read_about(folder)
     theirs, ours = about["metrics"], metrics_of(folder / "replay", 1)
     names = [name for name in theirs if not OF_THE_MACHINE.match(name)]
     left_out = ""

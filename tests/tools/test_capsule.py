@@ -343,6 +343,7 @@ def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_pat
         assert str(error.value).isprintable()
     for change in (
         {"ranks": 2},
+        {"versions": "evil"},
         {"format": "1\nreplay it:  rm"},
         {"metrics": {"a": 10**400}},
         {"reward": ["x/mine.py:os.system"]},

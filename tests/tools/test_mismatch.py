@@ -358,7 +358,7 @@ def test_log_probs_that_are_no_numbers_are_one_line(recorded, tmp_path):
 
 def test_the_cause_dtype_leaves_a_quantized_engine_as_it_is():
     trainer = mismatch.Setting(
-        "bfloat16", "trainer", "together", "own", 0, Sampling(), "sampled", "apart", "auto", quantization=None
+        "bfloat16", "trainer", "together", "own", 0, Sampling(8), "sampled", "apart", "auto", quantization=None
     )
     for kernels, note in (("hf", ""), ("vllm", "not toggled: vLLM quantizes no float32")):
         engine = replace(trainer, kernels=kernels, quantization="fp8")
