@@ -634,9 +634,11 @@ def replay_flags(folder: Path, final: Path, about: dict) -> dict[str, Any]:
     flags, metrics, at = about["flags"], about["metrics"], final.resolve()
     changed = CHANGED | {"model": f"{at}/model", "train_files": [f"{at}/prompts.jsonl"], "output_dir": str(at)}
     changed |= {name: changed["model"] for name in ("critic_model", "reward_model") if flags.get(name)}
+    if about["weights"] == "tiny":  # with other layers and experts than these name
+        changed |= {"freeze": "", "routing_replay": "none", "lora_target_modules": "all-linear"}
     turns = flags["multi_turn"]
     if flags["agent"] or turns["tools"] or turns["interaction"]:  # in a replay, none of them plays
-        idle = {"tools": [], "interaction": "reasoning_gym", "compact_at": None, "context_window": None}
+        idle: dict[str, Any] = {"tools": [], "interaction": "reasoning_gym", "compact_at": None, "context_window": None}
         changed["multi_turn"] = turns | idle
         changed["chat_template"] = f"{at}/chat_template.jinja"
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -145,11 +145,12 @@ def test_a_step_of_an_agent_without_a_scorer_replays(tmp_path, capsys):
     assert "compared metrics of step 1 are as recorded" in capsys.readouterr().out
 
 
-def test_what_scored_is_not_needed(capsule, tmp_path):
-    file = with_about(capsule, tmp_path / "bug.zip", reward=[], reward_model=".../judge")
+def test_what_a_capsule_has_not_is_not_named(capsule, tmp_path):
+    """A reward model, and layers that the small model is without."""
+    file = with_about(capsule, tmp_path / "bug.zip", reward=[], reward_model=".../judge", freeze=r"layers\.30\.")
     main(Args(file, output=tmp_path / "opened"))
     flags = json.loads((tmp_path / "opened/recording/config.json").read_text())
-    assert flags["reward_model"] == flags["model"] == f"{tmp_path}/opened/model"  # a folder that is there
+    assert flags["reward_model"] == flags["model"] == f"{tmp_path}/opened/model" and not flags["freeze"]
 
 
 # ---- what a capsule holds ------------------------------------------------------------------------
