@@ -1,15 +1,16 @@
 """Builds the wheel for pip and uv (PEP 517): `pip wheel --no-deps .`, `uv sync --extra gpu`. It needs no packages.
 
-The checkout is one folder plainrl/ in it, because other packages, too, may be called `lib` or `tools`. plainrl.pth puts
-that folder at the end of sys.path, so that a copy of a script finds lib, rewards and tools. The extras are the
-requirement files.
+The wheel has the files that git tracks, as they are now: other files in the checkout may be private. They are one
+folder plainrl/ in it, because other packages, too, may be called `lib` or `tools`. plainrl.pth puts that folder at the
+end of sys.path, so that a copy of a script finds lib, rewards and tools. The extras are the requirement files.
 """
 
 import base64
 import hashlib
+import os
 import subprocess
+import sys
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
@@ -20,10 +21,15 @@ FILES = ("grpo.py", "ppo.py", "remax.py", "dapo.py", "requirements-cpu.txt", "re
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: object = None) -> str:
     """Returns the file's name."""
-    inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
-    paths = sorted(path for path in inside if "__pycache__" not in path.parts)
-    contents = {f"plainrl/{path.relative_to(ROOT)}": path for path in [*paths, *(ROOT / name for name in FILES)]}
-    return _write(Path(wheel_directory), contents, {"plainrl/COMMIT": _commit(), "plainrl.pth": "plainrl\n"})
+    tracked = [name for name in _git("ls-files", "-z", "--", *FOLDERS, *FILES).split("\0") if name]
+    if missing := {*FILES} - {*tracked}:
+        sys.exit(f"{ROOT}: git does not track {min(missing)}, and a wheel has git's files: build it in a clone")
+    for name in tracked:
+        if not (ROOT / name).is_file() or (ROOT / name).resolve() != ROOT.resolve() / name:
+            sys.exit(f"{ROOT / name}: deleted, or a link, which a wheel cannot hold: restore it, or remove it from git")
+    commit = _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*").strip()
+    contents = {f"plainrl/{name}": ROOT / name for name in tracked}
+    return _write(Path(wheel_directory), contents, {"plainrl/COMMIT": commit, "plainrl.pth": "plainrl\n"})
 
 
 def build_editable(wheel_directory: str, config_settings: object = None, metadata_directory: object = None) -> str:
@@ -41,12 +47,17 @@ def _extras() -> dict[str, list[str]]:
     return {"gpu": gpu, "cpu": [*cpu, *(line for line in gpu if line.startswith("torch=="))]}
 
 
-def _commit() -> str:
-    """With -dirty if files are changed; "" if this is no checkout or there is no git."""
-    command = ["git", f"--git-dir={ROOT}/.git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*"]
-    with suppress(FileNotFoundError):
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return ""
+def _git(*words: str) -> str:
+    """What git prints about this checkout. Ends the build if there is no git, or no checkout."""
+    command = ["git", f"--git-dir={ROOT}/.git", f"--work-tree={ROOT}", *words]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # those of a hook
+    try:
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    except FileNotFoundError:
+        sys.exit(f"{ROOT}: a wheel has git's files: install git, or put this folder on PYTHONPATH")
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.strip().partition("\n")[0]
+        sys.exit(f"{ROOT}: a wheel has git's files ({why}): build it in a clone, or put this folder on PYTHONPATH")
 
 
 def _write(folder: Path, contents: dict[str, Path], texts: dict[str, str]) -> str:

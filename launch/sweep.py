@@ -18,6 +18,7 @@ the others. `python -m tools.page runs/sweep` shows them all."""
 
 import itertools
 import json
+import math
 import os
 import queue
 import re
@@ -26,22 +27,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 import yaml
 
 from lib import InputError, how_it_ended
+from lib.cli.flags import entries, read_yaml, texts
 from lib.cli.process import command_line
 from lib.run.run import take_lock
 
 ROOT = Path(__file__).parents[1]
 KEYS = {"script", "flags", "grid", "settings", "seeds"}
 OWN = {"seed", "run-name", "output-dir", "resume"}  # flags that a sweep sets itself
-LONGEST_NAME = 200  # characters of a folder's name
+LONGEST_NAME = 200  # bytes of a folder's name
+MOST_RUNS = 10_000
+INTEGER = re.compile("0|-?[1-9][0-9]*", re.ASCII)
 
 
 @dataclass
@@ -76,57 +81,72 @@ class Run:
 
 def read_sweep(file: Path, folder: Path) -> list[Run]:
     """The runs of the file, in its order. Raises InputError."""
-    try:
-        sweep = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{file}: {' '.join(str(error).split())}") from error
-    if not isinstance(sweep, dict) or "script" not in sweep or not sweep.keys() <= KEYS:
+    tree = read_yaml(str(file), str(file))
+    sweep = {key: node for _, key, node in entries(tree, str(file))} if isinstance(tree, yaml.MappingNode) else {}
+    script = sweep.get("script")
+    if not (isinstance(script, yaml.ScalarNode) and script.value and sweep.keys() <= KEYS):
         raise InputError(f"{file}: must have `script`, and may have {', '.join(sorted(KEYS - {'script'}))}")
     if "grid" in sweep and "settings" in sweep:
         raise InputError(f"{file}: has `grid` and `settings`: give one of them")
-    flags, grid = flags_of(sweep.get("flags", {}), file), flags_of(sweep.get("grid", {}), file)
-    if bad := [name for name, values in grid.items() if not isinstance(values, list) or not values]:
-        raise InputError(f"{file}: grid: {bad[0]}: give a list of values")
+    fixed = {flag: words(flag, node, where) for where, flag, node in flags_of(sweep.get("flags"), file)}
+    grid: dict[str, list[list[str]]] = {}
+    for where, flag, node in flags_of(sweep.get("grid"), file):
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            raise InputError(f"{where}: grid: {flag}: give a list of values")
+        grid[flag] = [words(flag, value, where) for value in node.value]
+    seeds = ["1"]
+    if "seeds" in sweep:
+        seeds = texts(sweep["seeds"], f"{file}: seeds")
+        if not isinstance(sweep["seeds"], yaml.SequenceNode) or not all(map(INTEGER.fullmatch, seeds)):
+            raise InputError(f"{file}: seeds: give a list of integers")
+    if (number := math.prod(map(len, grid.values())) * len(seeds)) > MOST_RUNS:
+        raise InputError(f"{file}: {number:,} runs, more than {MOST_RUNS:,}: shorten the grid")
     settings = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     if "settings" in sweep:
-        if not isinstance(sweep["settings"], list):
+        if not isinstance(sweep["settings"], yaml.SequenceNode):
             raise InputError(f"{file}: settings: give a list of {{flag: value}}")
-        settings = [flags_of(setting, file) for setting in sweep["settings"]]
-    seeds = sweep.get("seeds", [1])
-    if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
-        raise InputError(f"{file}: seeds: give a list of integers")
-    runs = [make_run(str(sweep["script"]), flags, setting, seed, folder) for setting in settings for seed in seeds]
-    names = [run.name for run in runs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"{file}: {names.count(twice[0])} runs would be named {twice[0]}: make their settings differ")
+        given = [flags_of(node, file) for node in sweep["settings"].value]
+        settings = [{flag: words(flag, node, where) for where, flag, node in setting} for setting in given]
+    [path] = texts(script, f"{file}: script")
+    runs = [make_run(path, fixed, setting, seed, folder) for setting in settings for seed in seeds]
+    [(name, times)] = Counter(run.name for run in runs).most_common(1) or [("", 0)]
+    if times > 1:
+        raise InputError(f"{file}: {times} runs would be named {name}: make their settings differ")
     return runs
 
 
-def flags_of(given: Any, file: Path) -> dict[str, Any]:
-    """{flag without its dashes: value}. Raises InputError."""
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise InputError(f"{file}: {given!r}: give {{flag: value}}")
-    flags = {name.lstrip("-").replace("_", "-"): value for name, value in given.items()}
-    if taken := OWN & flags.keys():
-        raise InputError(f"{file}: {min(taken)}: a sweep sets it itself (seeds, --output-dir)")
+def flags_of(node: yaml.Node | None, file: Path) -> list[tuple[str, str, yaml.Node]]:
+    """(file and line, flag without its dashes, value). Raises InputError."""
+    if node is None:
+        return []
+    if not isinstance(node, yaml.MappingNode):
+        raise InputError(f"{file} line {node.start_mark.line + 1}: give {{flag: value}}")
+    flags = [(where, key.lstrip("-").replace("_", "-"), value) for where, key, value in entries(node, str(file))]
+    for where, flag, _ in flags:
+        if flag in OWN:
+            raise InputError(f"{where}: {flag}: a sweep sets it itself (seeds, --output-dir)")
+        if not re.fullmatch(r"[\w.-]+", flag):
+            raise InputError(f"{where}: {flag[:100]!r} is no flag")
     return flags
 
 
-def make_run(script: str, flags: dict, setting: dict, seed: int, folder: Path) -> Run:
-    parts = [f"{name}={' '.join(words(name, value)[1:]) or value}" for name, value in setting.items()]
-    name = re.sub(r"[^\w.=,+-]+", "_", ",".join([*parts, f"seed={seed}"]))[-LONGEST_NAME:]
+def make_run(script: str, fixed: dict[str, list[str]], setting: dict[str, list[str]], seed: str, folder: Path) -> Run:
+    """fixed, setting: the words of the command line, by flag."""
+    shown = [f"{flag}={' '.join(of_flag[1:]) or str(of_flag[0] == f'--{flag}')}" for flag, of_flag in setting.items()]
+    name = re.sub(r"[^\w.=,+-]+", "_", ",".join([*shown, f"seed={seed}"]))
+    name = name.encode()[-LONGEST_NAME:].decode(errors="ignore").lstrip(".,-")
     own = {"seed": seed, "run-name": name, "output-dir": str(folder), "resume": "auto"}
-    return Run(
-        name, [script, *(word for flag, value in (flags | setting | own).items() for word in words(flag, value))]
-    )
+    words_of = fixed | setting | {flag: [f"--{flag}", value] for flag, value in own.items()}
+    return Run(name, [script, *itertools.chain(*words_of.values())])
 
 
-def words(flag: str, value: Any) -> list[str]:
+def words(flag: str, node: yaml.Node, where: str) -> list[str]:
     """Of the command line. A flag with dots is a setting's: its `no-` is before the last part."""
-    if isinstance(value, bool):
+    found = texts(node, f"{where}: {flag}")
+    if isinstance(node, yaml.ScalarNode) and not node.style and found[0] in ("True", "False"):
         before, _, last = flag.rpartition(".")
-        return [f"--{before}{'.' if before else ''}{'' if value else 'no-'}{last}"]
-    return [f"--{flag}", *(str(item) for item in (value if isinstance(value, list) else [value]))]
+        return [f"--{before}{'.' if before else ''}{'' if found[0] == 'True' else 'no-'}{last}"]
+    return [f"--{flag}", *found]
 
 
 def launched(run: Run, gpus: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -139,15 +159,22 @@ def launched(run: Run, gpus: list[str]) -> tuple[list[str], dict[str, str]]:
 
 def ended_before(folder: Path, runs: list[Run]) -> set[str]:
     """The names of the runs that have ended well. Raises InputError if one of them had other flags."""
-    ended = {}
+    ended: dict[str, tuple[str, int]] = {}  # by a run's name its command and exit code
     if (record := folder / "sweep.jsonl").exists():
-        lines = record.read_text().splitlines(keepends=True)
-        ended = {row["name"]: row for row in (json.loads(line) for line in lines if line.endswith("\n"))}
+        lines = record.read_bytes().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                continue  # the sweep was killed
+            try:
+                row = json.loads(line)
+                ended[row["name"]] = (shlex.join(row["command"]), int(row["exit_code"]))
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise InputError(f"{record} line {number}: no row of a sweep: fix or delete it") from error
     for run in runs:
-        if run.name in ended and ended[run.name]["command"] != run.command:
-            was = shlex.join(ended[run.name]["command"])
+        command = shlex.join(run.command)
+        if (was := ended.get(run.name, (command, 0))[0]) != command:
             raise InputError(f"{folder}: {run.name} was run as {was}: give the sweep another file's name")
-    return {name for name, row in ended.items() if row["exit_code"] == 0}
+    return {name for name, (_, code) in ended.items() if code == 0}
 
 
 def run_all(runs: list[Run], folder: Path, slots: list[list[str]]) -> list[str]:
@@ -159,13 +186,18 @@ def run_all(runs: list[Run], folder: Path, slots: list[list[str]]) -> list[str]:
     def play(run: Run) -> int:
         gpus = free.get()
         command, env = launched(run, gpus)
-        with open(folder / f"{run.name}.log", "a") as log:
-            code = subprocess.run(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
-        if code in (-signal.SIGINT, 130):
-            time.sleep(1)  # after Ctrl-C the main thread cancels the runs that have not begun; it may come second
-        free.put(gpus)
-        with open(folder / "sweep.jsonl", "a") as record:
-            record.write(json.dumps({"name": run.name, "command": run.command, "exit_code": code}) + "\n")
+        try:
+            with open(folder / f"{run.name}.log", "a") as log:
+                code = subprocess.run(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
+            if code in (-signal.SIGINT, 130):
+                time.sleep(1)  # after Ctrl-C the main thread cancels the runs that have not begun; it may come second
+            with open(folder / "sweep.jsonl", "a") as record:
+                record.write(json.dumps({"name": run.name, "command": run.command, "exit_code": code}) + "\n")
+        except OSError as error:  # too many words for a command, a full disk
+            print(f"{run.name}: not run, or not noted in sweep.jsonl: {error}", flush=True)
+            return 1
+        finally:
+            free.put(gpus)
         print(f"{run.name}: {'done' if code == 0 else how_it_ended(code) + f': {folder / run.name}.log'}", flush=True)
         return code
 
@@ -187,7 +219,8 @@ def main(args: Args) -> int:
         print(*(shlex.join(launched(run, slots[0])[0]) for run in runs), sep="\n")
         return 0
     with take_lock(folder, "sweep.yaml"):
-        left = [run for run in runs if run.name not in ended_before(folder, runs)]
+        done = ended_before(folder, runs)
+        left = [run for run in runs if run.name not in done]
         print(f"{len(left)} of {len(runs)} runs, {len(slots)} at a time, in {folder}", flush=True)
         failed = run_all(left, folder, slots)
     print(f"{len(failed)} of {len(left)} failed. The page of all runs: python -m tools.page {shlex.quote(str(folder))}")

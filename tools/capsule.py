@@ -10,6 +10,7 @@ the tokenizer: prompts are stored as token ids, and the model gets a tokenizer o
 """
 
 import ast
+import itertools
 import json
 import math
 import re
@@ -20,6 +21,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -37,7 +39,7 @@ from lib.cli.secrets import FORMS, redact, secret_in
 from lib.data_proto import DataProto
 from lib.manifest import entry, why_altered, why_incomplete, write_manifest
 from lib.model import load_model, load_tokenizer
-from lib.rollout.replay import BATCH
+from lib.rollout.replay import BATCH, recorded_steps
 from lib.run.run_config import read_json
 from tools import export
 
@@ -51,10 +53,24 @@ MEMBERS = re.compile(
 )
 MOST_FILES = 10_000
 MOST_JSON = 2**26  # bytes
-MOST_PARAMETERS = 2 * 10**8  # of tiny weights
+MOST_PARAMETERS, MOST_MODULES = 2 * 10**8, 5000  # of a tiny model
+MOST_CODE = 2**20  # characters of a scorer's file: the parser takes about a hundred times as many bytes
 LARGEST_COUNT, LARGEST_SIZE = 2**20, 2**12  # in a model's config: of tokens and positions, of anything else
 COUNTED = re.compile("vocab|token|position|window|context|n_ctx|eos|bos|pad")
-PATH = re.compile(r"(?<![\w/.*])(?!//|/dev/null)~?/(?:[^\s/'\",:;]+/)+")  # up to the name of the file
+# keys of a model's config with a text or more, by which transformers finds kernels, code and weights, some on the hub
+LOADS = re.compile("_implementation|quantiz|kernel|backbone|pretrained|adapter|name_or_path|custom|weights|_files")
+# Absolute paths up to the name of the file. In code, `/` divides, and begins routes and regular expressions: a path
+# begins with a folder that / usually has, or has here.
+SYSTEM = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "libx32", "proc", "sbin", "sys", "usr"}
+TOP = {"home", "Users", "root", "mnt", "media", "srv", "opt", "tmp", "var", "data", "datasets", "work", "workspace"}
+TOP |= {"scratch", "shared", "nfs", "fsx", "lustre", "Volumes", *(path.name for path in Path("/").iterdir())} - SYSTEM
+NAMED = r"[^\s/'\",:;]+"  # a file or folder
+BEFORE = r"(?P<before>file:/{0,2}[\w.-]*|(?<![\w-])-\w+|(?<=\\[nrt])|(?<![\w/.*)\]}]))"  # -I, a line break in code
+IN_HOME = rf"(?:~|\$\{{?HOME\}}?)/{NAMED}/"
+IN_TOP = rf"(?:/|(?<!:)//)(?:(?:home|Users)/{NAMED}/?|(?:{'|'.join(map(re.escape, sorted(TOP)))})/(?=\S))"
+ANY = rf"(?<!<)(?!//|/dev/null)/(?:{NAMED}/(?=\S|$)|(?:{NAMED}/){{2}})"
+PATH_IN_CODE = re.compile(f"(?:{IN_HOME}|{BEFORE}{IN_TOP})(?:{NAMED}/)*")
+PATH = re.compile(rf"(?:{IN_HOME}|~[\w-]+/|{BEFORE}(?:{IN_TOP}|{ANY}))(?:{NAMED}/)*")
 TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 4, "num_local_experts": 4, "n_embd": 64}
 TINY |= {"num_experts_per_tok": 2, "n_layer": 2, "n_head": 4, "n_inner": 96, "max_window_layers": 2}
@@ -65,15 +81,17 @@ EMPTY |= {"extra_info": {}, "tools_kwargs": {}, "interaction_kwargs": {}, "index
 # flags that a replay does not take over: they decide nothing of the step's mathematics, or would run something
 DROPPED = {"total_epochs", "keep_best", "stop_when", "track", "plan", "trace", "trust_remote_code", "train_weights"}
 DROPPED |= {"dataset_class", "prompt_key", "answer_key", "prompt_template", "system_prompt", "chat_template_kwargs"}
-DROPPED |= {"loader_workers", "prompt_sampling", "rollout_engine", "agent", "rollout_gpus"}
+DROPPED |= {"loader_workers", "prompt_sampling", "rollout_engine", "rollout_gpus"}
+DROPPED |= {"agent", "agent_memory", "agent_ignore"}
 DROPPED |= {"rollout_tensor_parallel_size", "gpu_memory_utilization", "vllm_kwargs", "lora_sync", "max_mismatch"}
-DROPPED |= {"async_level", "async_order", "multi_turn", "reward_kwargs", "shadow_reward", "val_every", "val_reward"}
+DROPPED |= {"async_level", "async_order", "reward_kwargs", "shadow_reward", "val_every", "val_reward"}
 DROPPED |= {"attn_implementation", "compile", "cpu_offload", "use_liger_kernel", "lr_schedule", "warmup_steps"}
 DROPPED |= {"kl_target", "entropy_target", "contents", "history", "start", "effective", "no_effect", "recorded_by"}
 DROPPED |= {"record", "replay", "export_dtype", "keep_checkpoints"}
 CHANGED: dict[str, Any] = {"total_steps": 1, "save_every": 0, "export_model": False, "chat_template": "none"}
 CHANGED |= {"allow_special_tokens": True, "filter_overlong_prompts": False, "shuffle": False, "sandbox_level": "none"}
 CHANGED |= {"val_files": ["none"], "val_before_train": False}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 OF_THE_MACHINE = re.compile(r"step$|timing_s/|perf/|prompts/|training/epoch")  # or of the place in the run
 OF_THE_RECORDING = re.compile(
     r"reward/|response_length/|prompt_length/|source/|agent/|advantages/|training/rows_in|training/tokens"
@@ -106,9 +124,11 @@ def main(args: Args) -> None:
     if args.step is not None:
         write(args, args.step)
     elif args.source.is_file():
-        open_capsule(args.source, args.output or Path(args.source.name.split(".")[0]), args.max_gb)
+        with one_line_errors(args.source):
+            open_capsule(args.source, args.output or default_folder(args.source), args.max_gb)
     elif (args.source / "capsule.json").is_file():
-        compare(args.source, args.tolerance)
+        with one_line_errors(args.source):
+            compare(args.source, args.tolerance)
     else:
         raise InputError(f"{args.source}: no capsule; to pack a step of a run give --step N")
 
@@ -126,8 +146,7 @@ def write(args: Args, step: int) -> None:
     if not (script / "start.json").is_file():
         raise InputError(f"{script}/start.json is missing: the run's script and versions are not known")
     output = args.output or Path(f"{run.resolve().name}-step-{step}.capsule.zip")
-    if output.exists():
-        raise InputError(f"{output} exists: delete it, or give another --output")
+    export.refuse_existing(output)
     if args.redact_text and args.weights != "tiny":
         raise InputError("--redact-text with --weights step: the weights would see random tokens; take tiny weights")
     if "max_gen_batches" in flags and step > 1 and metrics_of(run, step - 1).get("training/rows_left_over"):
@@ -138,7 +157,9 @@ def write(args: Args, step: int) -> None:
         folder = Path(name)
         special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
         hidden = RandomTokens(len(tokenizer), special) if args.redact_text else None
-        prompts = [pack_rank(rank, folder / f"recording/step_000001/{rank.name}", hidden) for rank in recorded]
+        sources: dict[str, str] = {}
+        at = folder / "recording/step_000001"
+        prompts = [pack_rank(rank, at / rank.name, hidden, sources) for rank in recorded]
         rows = [row for of_all in zip(*prompts, strict=True) for row in of_all]  # in the loader's order: rank by rank
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = pack_model(folder / "model", run, flags, step, args.weights)
@@ -157,7 +178,7 @@ def write(args: Args, step: int) -> None:
                 "pad": tokenizer.pad_token_id,
             },
             "flags": flags,
-            "metrics": metrics_of(run, step),
+            "metrics": {renamed(name, sources): value for name, value in metrics_of(run, step).items()},
             "versions": versions,
         }
         (folder / "capsule.json").write_text(json.dumps(clean(about), indent=1))
@@ -170,6 +191,8 @@ def write(args: Args, step: int) -> None:
             with zipfile.ZipFile(output, "x", zipfile.ZIP_DEFLATED) as capsule:
                 for file in files:
                     capsule.write(file, file.relative_to(folder).as_posix())
+        except FileExistsError as error:
+            raise InputError(f"{output} exists: delete it, or give another --output") from error
         except OSError as error:
             output.unlink(missing_ok=True)
             raise InputError(f"{output}: not written: {error}") from error
@@ -181,7 +204,7 @@ def find_recording(args: Args, flags: dict, step: int) -> list[Path]:
     if args.recording is None and not flags.get("record"):
         raise InputError(f"{args.source}: it ran without --record, so none of its steps can be replayed")
     folder = args.recording or Path(flags["record"])
-    steps = sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
+    steps = recorded_steps(folder)
     if not steps:
         raise InputError(f"{folder}: no recording there; give the folder of the run's --record as --recording")
     ranks = sorted((folder / f"step_{step:06d}").glob("rank_*_of_*"), key=lambda path: int(path.name.split("_")[1]))
@@ -237,8 +260,9 @@ class RandomTokens:
                 del columns[key]
 
 
-def pack_rank(source: Path, folder: Path, hidden: RandomTokens | None) -> list[dict]:
-    """Writes a rank's files as those of step 1. Returns its prompts as rows of a data set."""
+def pack_rank(source: Path, folder: Path, hidden: RandomTokens | None, sources: dict[str, str]) -> list[dict]:
+    """Writes a rank's files as those of step 1. Returns its prompts as rows of a data set. sources: gets the names of
+    data sources, with what they are in the capsule."""
     folder.mkdir(parents=True)
     prompts: dict[str, dict] = {}
     for file in sorted(source.glob("*.safetensors")):
@@ -251,7 +275,8 @@ def pack_rank(source: Path, folder: Path, hidden: RandomTokens | None) -> list[d
             if hidden is not None:
                 hidden.hide(data)
             columns = data.non_tensor_batch
-            for key in columns.keys() & EMPTY.keys():
+            sources |= {name: clean(name) for name in columns["data_source"]}
+            for key in columns.keys() & {"data_source", *EMPTY}:
                 columns[key][:] = [clean(value) for value in columns[key]]
             for uid, ids, name in zip(columns["uid"], columns["raw_prompt_ids"], columns["data_source"]):
                 row = {"prompt": " ".join(map(word, ids)), "data_source": name}
@@ -266,6 +291,12 @@ def pack_rank(source: Path, folder: Path, hidden: RandomTokens | None) -> list[d
     entries = {file.name: entry(file) for file in folder.glob("*.safetensors")}
     write_manifest(folder, entries, of=f"{folder.parent.name}/{folder.name}")
     return [*prompts.values()]
+
+
+def renamed(metric: str, sources: dict[str, str]) -> str:
+    for name, cleaned in sources.items():
+        metric = metric.replace(f"/{name}/", f"/{cleaned}/")
+    return metric
 
 
 def without_hashes(number: int, answers: list, no_text: bool) -> tuple[int, list]:
@@ -303,8 +334,27 @@ def pack_model(folder: Path, run: Path, flags: dict, step: int, weights: str) ->
         load_model(flags["model"]).save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
     else:
-        (folder / "config.json").write_text(json.dumps(tiny(config.to_dict()), indent=1))
+        (folder / "config.json").write_text(json.dumps(tiny(without_code(config.to_dict())), indent=1))
     return config
+
+
+def without_code(config: Any) -> Any:
+    """The model's config without what transformers would look up on the hub or the disk, and without texts that are no
+    names. Raises ValueError for one that names code."""
+    if isinstance(config, list):
+        return [without_code(value) for value in config if not is_place(value)]
+    if not isinstance(config, dict):
+        return config
+    if "auto_map" in config:
+        raise ValueError("the model's config names code")
+    kept = {key: value for key, value in config.items() if not (is_place(key) or is_place(value))}
+    loading = {key for key, value in kept.items() if isinstance(value, str | dict | list) and LOADS.search(str(key))}
+    return {key: without_code(value) for key, value in kept.items() if key not in loading}
+
+
+def is_place(value: Any) -> bool:
+    """Whether a text may be a path, a repository, or the escape codes of a terminal."""
+    return isinstance(value, str) and not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f]*", value)
 
 
 def tiny(config: dict[str, Any]) -> dict[str, Any]:
@@ -326,7 +376,7 @@ def pack_script(start: Path, folder: Path) -> dict[str, Any]:
     for file in [*start.glob("*.py"), *start.glob("diff.patch"), *start.glob("code/*.py")]:
         target = folder / file.relative_to(start)
         if MEMBERS.fullmatch(f"script/{file.relative_to(start).as_posix()}"):
-            target.write_text(clean(file.read_text(errors="replace")))
+            target.write_text(clean(file.read_text(errors="replace"), PATH_IN_CODE))
     about = json.loads((start / "start.json").read_text())
     about["machine"] = about["machine"].partition(": ")[2]  # without its name
     return {key: value for key, value in about.items() if key not in ("untracked", "flags")}
@@ -343,7 +393,7 @@ def metrics_of(run: Path, step: int) -> dict[str, float]:
     return found[-1]
 
 
-def clean(value: Any) -> Any:
+def clean(value: Any, path: re.Pattern = PATH) -> Any:
     """The value with keys, passwords and folders redacted in all texts. Files keep their names."""
     if isinstance(value, dict):
         return {clean(key): clean(inner) for key, inner in value.items()}
@@ -355,7 +405,7 @@ def clean(value: Any) -> Any:
     for form in FORMS.values():
         value_of_key = r"[^\s&'\"]*" if form.endswith("=)") else ""
         text = re.sub(form + value_of_key, "***", text)
-    return PATH.sub(".../", text)
+    return path.sub(lambda found: (found["before"] or "") + ".../", text)
 
 
 def contents(about: dict, prompts: int, recorded: list[Path]) -> str:
@@ -376,35 +426,52 @@ def contents(about: dict, prompts: int, recorded: list[Path]) -> str:
 
 def open_capsule(file: Path, folder: Path, max_gb: float) -> None:
     """Writes the folder, and runs nothing of it. Raises InputError for a file that is no capsule, or a hostile one."""
-    if folder.exists():
-        raise InputError(f"{folder} exists: delete it, or give another --output")
-    aside = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with export.new_folder(folder) as aside:
         unpack(file, aside, int(max_gb * 1e9))
         about = read_about(aside)
         make_model(aside / "model", about)
         write_scorers(aside, about)
-        (aside / "recording/config.json").write_text(json.dumps(replay_flags(folder, about), indent=1))
-        aside.rename(folder)
-    except InputError:
-        raise
-    except (OSError, zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, UnicodeError) as error:
-        raise InputError(f"{file}: no capsule, or a damaged one: {str(error)[:200]}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError) as error:
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-        raise InputError(f"{file}: its capsule.json or its model's config is not as it should be ({what})") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        (aside / "recording/config.json").write_text(json.dumps(replay_flags(aside, folder, about), indent=1))
+        commit = str(about["versions"].get("commit"))
     script = about["flags"]["script"]
+    own = shlex.quote(f"{folder}/script/{script}")
     launcher = "python" if about["ranks"] == 1 else f"torchrun --nproc-per-node {about['ranks']}"
-    run = f"{launcher} {script}" if (ROOT / script).is_file() else f"PYTHONPATH=. {launcher} {folder}/script/{script}"
+    run = f"{launcher} {script}" if (ROOT / script).is_file() else f"PYTHONPATH=. {launcher} {own}"
     at = shlex.quote(f"{folder}/recording")
-    print(f"{folder}: step {about['step']} of {script}, commit {about['versions'].get('commit')}", flush=True)
+    commit = commit if re.fullmatch("[0-9a-f]{7,64}", commit) else "unknown"
+    print(f"{folder}: step {about['step']} of {script}, commit {commit}", flush=True)
     if note := foreign_code(folder, script):
         print(note, flush=True)
     print(f"replay it:  {run} --config {at}/config.json --replay {at} --run-name replay", flush=True)
     print(f"then:       python -m tools.capsule {shlex.quote(str(folder))}", flush=True)
+
+
+def default_folder(file: Path) -> Path:
+    """The capsule's name without .capsule.zip, in the working directory. Its sender may have chosen it."""
+    name = file.name.removesuffix(".zip").removesuffix(".capsule")
+    if not name.isprintable() or name[:1] in ("", ".", "-"):
+        raise InputError(f"{file}: no name for a folder: give --output")
+    return Path(name)
+
+
+def printable(text: Any) -> str:
+    """Without line breaks and the escape codes of a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+@contextmanager
+def one_line_errors(file: Path) -> Iterator[None]:
+    """What a damaged or hostile capsule raises in the block becomes an InputError, whose line holds no escape codes."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(printable(error)) from error
+    except (OSError, zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, UnicodeError) as error:
+        raise InputError(printable(f"{file}: no capsule, a damaged one, or not written: {str(error)[:200]}")) from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, SyntaxError) as error:
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        why = f"its capsule.json, its model's config or a scorer's file is not as it should be ({what})"
+        raise InputError(printable(f"{file}: {why}")) from error
 
 
 def unpack(file: Path, folder: Path, most: int) -> None:
@@ -447,11 +514,15 @@ def read_about(folder: Path) -> dict[str, Any]:
     if not re.fullmatch(r"[\w-]+\.py", about["flags"]["script"], re.ASCII):
         raise ValueError(f"script {about['flags']['script']!r}")
     ranks, step = about["ranks"], about["step"]
-    if not (isinstance(ranks, int) and 0 < ranks <= LARGEST_COUNT and isinstance(step, int)):
+    recorded = {path.name for path in (folder / "recording/step_000001").iterdir()}
+    if not (isinstance(step, int) and isinstance(ranks, int) and 0 < ranks <= MOST_FILES):
         raise ValueError(f"step {step!r} of {ranks!r} ranks")
+    if recorded != {f"rank_{rank}_of_{ranks}" for rank in range(ranks)}:
+        raise ValueError(f"{ranks} ranks, and a recording of {len(recorded)}")
     for name, value in about["metrics"].items():
         if not isinstance(value, int | float):
             raise ValueError(f"metric {name[:100]} is {str(value)[:100]}")
+        float(value)  # an integer may be too large for it
     return about
 
 
@@ -460,22 +531,22 @@ def foreign_code(folder: Path, script: str) -> str:
     theirs, ours = folder / "script" / script, ROOT / script
     if not ours.is_file():
         return f"note: the command runs {theirs}, which is code of the capsule's author: read it first"
-    if theirs.is_file() and theirs.read_text() == clean(ours.read_text()):
+    if theirs.is_file() and theirs.read_text(errors="replace") == clean(ours.read_text(), PATH_IN_CODE):
         return ""
     return f"note: the command runs {script} of this checkout, and {theirs} differs from it"
 
 
 def make_model(folder: Path, about: dict) -> None:
     """Writes the tokenizer of ids and, if the capsule has none, random weights."""
-    config = json.loads((folder / "config.json").read_text())
-    if "auto_map" in config:
-        raise ValueError("model/config.json names code")
+    config = without_code(json.loads((folder / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     if not list(folder.glob("*.safetensors")):
         if large := list(large_sizes(config)):
             raise ValueError(f"not a tiny model: {large[0]}")
         parsed = AutoConfig.from_pretrained(folder)
-        with torch.device("meta"):
-            number = sum(p.numel() for p in AutoModelForCausalLM.from_config(parsed).parameters())
+        with torch.device("meta"), few_modules():
+            model = AutoModelForCausalLM.from_config(parsed)
+        number = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
         if number > MOST_PARAMETERS:
             raise ValueError(f"not a tiny model: {number:,} parameters")
         torch.manual_seed(0)
@@ -489,6 +560,22 @@ def make_model(folder: Path, about: dict) -> None:
         tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, additional_special_tokens=special
     )
     fast.save_pretrained(folder)
+
+
+@contextmanager
+def few_modules() -> Iterator[None]:
+    """Raises ValueError while a model with too many layers is made, which would take minutes."""
+    made = itertools.count()
+
+    def count(*_) -> None:
+        if next(made) == MOST_MODULES:
+            raise ValueError(f"not a tiny model: more than {MOST_MODULES:,} modules")
+
+    hook = torch.nn.modules.module.register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def large_sizes(config: Any, name: str = "") -> Iterator[str]:
@@ -520,8 +607,16 @@ def write_scorers(folder: Path, about: dict) -> None:
 
 
 def parameters(code: Path | None, name: str) -> str:
-    """Those of the function in the file, without defaults that run; ** if it is not found."""
-    for node in ast.walk(ast.parse(code.read_text())) if code is not None else ():
+    """Those of the function in the file, without defaults that run; ** if it is not found. Raises ValueError for a file
+    that does not parse."""
+    text = code.read_text() if code is not None else ""
+    if len(text) > MOST_CODE:
+        raise ValueError(f"{code} has more than {MOST_CODE:,} characters")
+    try:
+        parsed = ast.parse(text)
+    except (SyntaxError, MemoryError) as error:  # MemoryError: nested too deeply
+        raise ValueError(f"{code} does not parse: {error}") from error
+    for node in ast.walk(parsed):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             given = node.args
             for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]:
@@ -533,21 +628,30 @@ def parameters(code: Path | None, name: str) -> str:
     return "data_source, solution_str, ground_truth, extra_info, **kwargs"
 
 
-def replay_flags(folder: Path, about: dict) -> dict[str, Any]:
-    """The run's flags, as far as they decide the step, with the capsule's files in place of others."""
-    flags, metrics, at = about["flags"], about["metrics"], folder.resolve()
+def replay_flags(folder: Path, final: Path, about: dict) -> dict[str, Any]:
+    """The run's flags, as far as they decide the step, with the capsule's files in place of others. final: where the
+    folder will be."""
+    flags, metrics, at = about["flags"], about["metrics"], final.resolve()
     changed = CHANGED | {"model": f"{at}/model", "train_files": [f"{at}/prompts.jsonl"], "output_dir": str(at)}
-    if flags.get("critic_model"):
-        changed["critic_model"] = changed["model"]
+    changed |= {name: changed["model"] for name in ("critic_model", "reward_model") if flags.get(name)}
+    if about["weights"] == "tiny":  # with other layers and experts than these name
+        changed |= {"freeze": "", "routing_replay": "none", "lora_target_modules": "all-linear"}
+    turns = flags["multi_turn"]
+    if flags["agent"] or turns["tools"] or turns["interaction"]:  # in a replay, none of them plays
+        idle: dict[str, Any] = {"tools": [], "interaction": "reasoning_gym", "compact_at": None, "context_window": None}
+        changed["multi_turn"] = turns | idle
+        changed["chat_template"] = f"{at}/chat_template.jinja"
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     scorers = [spec.rpartition(":") for spec in flags["reward"]]
     changed["reward"] = [f"{at}/scorers/{Path(file).name}:{name}" if file else name for file, _, name in scorers]
     for flag in ("lr", "kl_coef", "entropy_coef"):  # that a schedule or a controller had changed by this step
         if f"actor/{flag}" in metrics:
             changed[flag] = metrics[f"actor/{flag}"]
-    own, correction = flags["rollout_correction"], flags["effective"]["rollout_correction"]
-    if isinstance(correction, dict) and own["level"] is None:  # a default of asynchronous runs
-        changed["rollout_correction"] = own | {key: correction[key] for key in ("level", "bounds") if key in correction}
-    return {key: changed.get(key, value) for key, value in flags.items() if key not in DROPPED}
+    given, correction = flags["rollout_correction"], flags["effective"]["rollout_correction"]
+    if isinstance(correction, dict) and given["level"] is None:  # a default of asynchronous runs
+        own = {key: correction[key] for key in ("level", "bounds") if key in correction}
+        changed["rollout_correction"] = given | own
+    return {key: value for key, value in (flags | changed).items() if key not in DROPPED}
 
 
 # ---- comparing -----------------------------------------------------------------------------------
@@ -566,7 +670,8 @@ def compare(folder: Path, tolerance: float) -> None:
     for name in names:
         was, now = theirs[name], ours.get(name, math.nan)
         if not math.isclose(was, now, rel_tol=tolerance, abs_tol=1e-6) and not (math.isnan(was) and name in ours):
-            print(f"{name} is the first of {len(names)} metrics that differs: {was} was recorded, {now} is replayed")
+            differ = f"differs: {was} was recorded, {now} is replayed"
+            print(f"{printable(name)} is the first of {len(names)} metrics that {differ}")
             return
     print(f"all {len(names)} compared metrics of step {about['step']} are as recorded{left_out}")
 

@@ -7,8 +7,10 @@ weights of one file (5 GB) and of one layer. Files are those that the run itself
 """
 
 import json
-import shutil
+import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -64,32 +66,44 @@ def main(args: Args) -> None:
             advice = "put back what the run was started with, and start in the same folder if the path is relative"
             raise InputError(f"{as_flag(name)} {config[name]}: not there, or changed since the run: {advice}")
     output = args.output or args.run / "export" / (source.name + "-adapter" * args.adapter)
-    if output.exists():
-        raise InputError(f"{output} exists: delete it, or give another --output")
-    model, dtype = start_model(config, source), export_dtype(args.dtype, config)
-    tmp = output.with_name(output.name + ".tmp")
     try:
-        if args.adapter:
-            shutil.rmtree(tmp, ignore_errors=True)
-            adapter = {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
-            if args.dtype != "auto":
-                adapter = {name: p.to(dtype) for name, p in adapter.items()}
-            checkpoints.write_adapter(tmp, model, adapter)
-        else:
-            checkpoints.write_model(tmp, model, weights(model, source, dtype))
-            model.generation_config.to_json_file(tmp / "generation_config.json")
-        trust = {"trust_remote_code": config["trust_remote_code"]}
-        processor = load_processor(config["model"], **trust) or load_tokenizer(config["model"], **trust)
-        set_chat_template(processor, config.get("chat_template", ""))
-        processor.save_pretrained(tmp)
-        checkpoints.publish(tmp, output)
+        with new_folder(output) as folder:
+            model, dtype = start_model(config, source), export_dtype(args.dtype, config)
+            if args.adapter:
+                adapter = {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+                if args.dtype != "auto":
+                    adapter = {name: p.to(dtype) for name, p in adapter.items()}
+                checkpoints.write_adapter(folder, model, adapter)
+            else:
+                checkpoints.write_model(folder, model, weights(model, source, dtype))
+                model.generation_config.to_json_file(folder / "generation_config.json")
+            trust = {"trust_remote_code": config["trust_remote_code"]}
+            processor = load_processor(config["model"], **trust) or load_tokenizer(config["model"], **trust)
+            set_chat_template(processor, config.get("chat_template", ""))
+            processor.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         reason = f"{error} ({free_space(output)})"
         raise InputError(f"{output}: not exported: {reason}; give another --output") from error
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     print(f"{output}: step {checkpoints.saved_step(source)} of {args.run}, {size / 1e9:.2f} GB", flush=True)
+
+
+def refuse_existing(output: Path) -> None:
+    if os.path.lexists(output):  # a link to nothing, too
+        raise InputError(f"{output} exists: delete it, or give another --output")
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `output` if the block ends well. Nothing else is overwritten or deleted."""
+    refuse_existing(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".export-") as aside:
+        folder = Path(aside, output.name)
+        folder.mkdir()
+        yield folder
+        refuse_existing(output)
+        checkpoints.publish(folder, output)
 
 
 def find_checkpoint(run: Path, step: int | str) -> Path:

@@ -39,6 +39,7 @@ from lib.model import NEVER, add_lora, least_kept, load_model, load_tokenizer, l
 from lib.model.log_probs import batched_log_probs
 from lib.rollout import Rollouts
 from lib.rollout.hf_engine import GroupLayer, HFEngine
+from lib.rollout.replay import recorded_steps
 from lib.run.run_config import read_json
 from lib.sampling import Sampling
 from tools.oracle import ROOT, load_script, parse_one_line, run_quietly
@@ -469,7 +470,7 @@ def agreeing(name: str, engine: Setting, trainer: Setting) -> tuple[Setting, Set
     if name == "batch" and engine.batch == trainer.batch:
         return replace(engine, batch="alone"), replace(trainer, batch="alone")
     if name == "dtype" and not engine.dtype == trainer.dtype == "float32":
-        return replace(engine, dtype="float32", quantization=None), replace(trainer, dtype="float32")
+        return replace(engine, dtype="float32"), replace(trainer, dtype="float32")
     if name == "routing" and trainer.routing == "own":
         return engine, replace(trainer, routing="recorded")  # which are the engine's
     if getattr(engine, name) == getattr(trainer, name):
@@ -486,6 +487,8 @@ def why_not(name: str, batch: Batch, engine: Setting) -> str:
             return "the model has no experts"
         if "routed_experts" not in batch.batch.non_tensor_batch:
             return "not toggled: the batch has no routes of the engine"
+    if name == "dtype" and engine.kernels == "vllm" and engine.quantization:
+        return "not toggled: vLLM quantizes no float32"  # and without quantization, this would remove two causes
     if name == "lora" and not own.model.lora_rank:
         return "the run has no adapters"
     if name == "weights" and len(batch.versions) == 1:
@@ -565,7 +568,7 @@ def measure(args: Args) -> Report:
     step, more = args.step or 1, ["--record", "", "--resume", "never"]
     if args.replay:
         check_recording(Path(args.replay), config)
-        steps = [int(path.name.removeprefix("step_")) for path in Path(args.replay).glob("step_*")]
+        steps = recorded_steps(Path(args.replay))
         step = args.step or max([s for s in steps if s <= 3], default=1)
         more += ["--replay", args.replay]
     else:

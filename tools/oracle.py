@@ -23,7 +23,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -398,14 +398,15 @@ class Cell:
 @dataclass
 class Measured:
     """cosine of the expected and the true gradient, ratio of their norms, and noise: the variance of a batch's gradient
-    over the square of the expected one's norm. cosine is None where the expected gradient is 0. Errors are standard
-    errors, 0 where all batches were enumerated."""
+    over the square of the expected one's norm. cosine is None where the expected gradient is 0, or, of sampled batches,
+    cannot be told from 0. Errors are standard errors, 0 where all batches were enumerated (exact)."""
 
     cosine: float | None
     ratio: float
     noise: float | None
     cosine_error: float = 0.0
     ratio_error: float = 0.0
+    exact: bool = True
 
 
 def compare(found: Tensor, weights: Tensor | None, truth: Tensor) -> Measured:
@@ -423,7 +424,7 @@ def compare(found: Tensor, weights: Tensor | None, truth: Tensor) -> Measured:
     totals = torch.stack([part.sum(0) for part in found.tensor_split(BLOCKS)])  # (BLOCKS, D)
     squares = torch.stack([part.square().sum() for part in found.tensor_split(BLOCKS)])
     sizes = [len(part) for part in found.tensor_split(BLOCKS)]
-    whole = of(totals.sum(0), squares.sum(), K)
+    whole = replace(of(totals.sum(0), squares.sum(), K), exact=False)
     left_out = [of(totals.sum(0) - totals[i], squares.sum() - squares[i], K - sizes[i]) for i in range(BLOCKS)]
     for name in ("cosine", "ratio"):
         values = [getattr(part, name) for part in left_out]
@@ -590,6 +591,9 @@ def verdict(cells: list[dict]) -> str:
     def holds(cell: dict, name: str) -> bool:
         return cell[name] is not None and abs(cell[name] - 1) <= max(1e-6, 3 * cell[f"{name}_error"])
 
+    cells = [cell for cell in cells if cell["exact"] or cell["cosine"] is not None]
+    if not cells:
+        return "lost in the noise"
     if all(cell["cosine"] is None for cell in cells):
         return "no gradient"
     directions = [holds(cell, "cosine") for cell in cells]
@@ -621,9 +625,9 @@ def markdown(record: dict) -> str:
 
 
 def _cell(cell: dict) -> str:
-    if cell["cosine"] is None:
-        return "0"
     sampled = "" if cell["exact"] else "~"
+    if cell["cosine"] is None:
+        return f"{sampled}0"
     return f"{sampled}{min(cell['cosine'], 1):.3f}, {cell['ratio']:.3g}, {cell['noise']:.3g}"
 
 
@@ -701,7 +705,7 @@ def main(args: Args) -> None:
         for name, flags in table.settings.items():
             flags = f"{flags} {table.flags}".strip()
             found = [(cell, oracle.measure(flags, cell)) for cell in table.cells]
-            cells_of = [asdict(cell) | asdict(m) | {"exact": not m.ratio_error} for cell, m in found]
+            cells_of = [asdict(cell) | asdict(m) for cell, m in found]
             rows.append({"name": name, "flags": flags, "cells": cells_of})
         record["tables"].append({"title": table.title, "flags": table.flags, "rows": rows})
         print(markdown({"tables": record["tables"][-1:]}), flush=True)

@@ -40,8 +40,9 @@ OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", 
 OF_ONE_START |= {"history", "start", "effective", "no_effect", "profile_steps", "profile_memory", "record", "replay"}
 OF_ONE_START |= {"recorded_by"}
 AS_PYTHON = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False"}
-DEEPEST = 5  # levels of a config, of which flags have three
+DEEPEST = 8  # levels of a YAML file, of which flags have three
 OF_SCRIPTS = "scripts"  # in a preset: flags of one script each
+NO_MAPPING = "takes no mapping; if it takes JSON, write that as one text in quotes"
 LONGEST = 100  # characters of a name that a message repeats, and digits of a number
 RENAMED = {  # keys of older configs whose new name is not the most similar one
     "engine_ranks": "rollout_tensor_parallel_size",
@@ -205,17 +206,10 @@ def _flags_of(args_class: type[DataclassInstance], values: dict[str, Any], prefi
 def _of_config(args_class: type[DataclassInstance], path: str, preset: Preset | None) -> tuple[list[str], bool]:
     """The flags in a run's config.json or a YAML file, without those that are about one start of a run; and whether it
     is the preset."""
-    try:
-        file = Path(path).expanduser()
-        text = file.read_text()
-        tree = yaml.compose(text, Loader=_FlatLoader)  # JSON is YAML
-    except yaml.MarkedYAMLError as error:
-        raise InputError(f"--config {path} line {error.problem_mark.line + 1}: {error.problem}") from error
-    except (OSError, RuntimeError, UnicodeError, yaml.YAMLError) as error:  # RuntimeError: ~name of nobody
-        raise InputError(f"--config {path}: cannot be read: {str(error).splitlines()[0]}") from error
+    tree = read_yaml(path, f"--config {path}")
     if not isinstance(tree, yaml.MappingNode):
         raise InputError(f"--config {path}: give a run's config.json, or YAML lines such as lr: 1e-5")
-    found = preset if preset and file.resolve() == preset.file.resolve() else None
+    found = preset if preset and Path(path).expanduser().resolve() == preset.file.resolve() else None
     if found:
         tree.value = list(_of_script(tree, found.script))
     tree.value = [(key, value) for key, value in tree.value if str(key.value) not in OF_ONE_START]
@@ -232,6 +226,18 @@ def _of_script(tree: yaml.MappingNode, script: str) -> Iterator[tuple[yaml.Node,
             yield from next((flags.value for name, flags in value.value if name.value == script), [])
 
 
+def read_yaml(path: str, where: str) -> yaml.Node | None:
+    """The values in a YAML or JSON file as texts; None if it is empty. Raises InputError, which begins with `where`."""
+    try:
+        return yaml.compose(Path(path).expanduser().read_text(encoding="utf-8"), Loader=_FlatLoader)  # JSON is YAML
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"{where} line {error.problem_mark.line + 1}: {error.problem}") from error
+    except (OSError, RuntimeError, ValueError, OverflowError, yaml.YAMLError) as error:  # RuntimeError: ~name of nobody
+        raise InputError(
+            f"{where}: cannot be read: {str(error).splitlines()[0]}"
+        ) from error  # ValueError: "\Uffffffff"
+
+
 class _FlatLoader(yaml.SafeLoader):
     """Flags are nested by a few levels; what nests deeper, or repeats itself by an alias, may have no end."""
 
@@ -243,6 +249,8 @@ class _FlatLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem="an alias (*); write the value out", problem_mark=event.start_mark)
         if self.depth > DEEPEST:
             raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
+        if getattr(event, "tag", None):
+            raise yaml.MarkedYAMLError(problem="a tag (!); write the value alone", problem_mark=event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -257,17 +265,11 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--
     if not isinstance(node, yaml.MappingNode):
         return _value(node, f"{file} line {node.start_mark.line + 1}: {prefix[2:]}", flags[prefix])
     values: dict[str, Any] = {}
-    for key, inner in node.value:
-        where = f"{file} line {key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode):
-            raise InputError(f"{where}: a key that is no name")
-        name, flag = key.value.replace("-", "_"), f"{prefix}{key.value}".replace("_", "-")
+    for where, key, inner in entries(node, file):
+        name, flag = key.replace("-", "_"), f"{prefix}{key}".replace("_", "-")
         is_mapping = isinstance(inner, yaml.MappingNode)
-        if name in values:
-            raise InputError(f"{where}: {key.value} is there twice")
         if is_mapping and flag in flags:
-            advice = "if it takes JSON, write that as one text in quotes"
-            raise InputError(f"{where}: {key.value} takes no mapping; {advice}")
+            raise InputError(f"{where}: {key} {NO_MAPPING}")
         if flag in flags or (is_mapping and any(other.startswith(f"{flag}.") for other in flags)):
             values[name] = _values(inner, file, flags, flag if flag in flags else f"{flag}.")
         else:
@@ -275,25 +277,47 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--
             wanted = f"{prefix}{RENAMED.get(name, name)}".replace("_", "-")
             near = settings or difflib.get_close_matches(wanted, flags, 1)
             hint = f"; is it {near[0][2:].replace('-', '_')}?" if near else "; --help has the names"
-            raise InputError(f"{where}: there is no flag {key.value[:LONGEST]}{hint}")
+            raise InputError(f"{where}: there is no flag {key[:LONGEST]}{hint}")
     return values
 
 
+def entries(node: yaml.MappingNode, file: str) -> Iterator[tuple[str, str, yaml.Node]]:
+    """(file and line, key, value). Raises InputError for a key that is no text, or that is there twice."""
+    seen = set()
+    for key, value in node.value:
+        where = f"{file} line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise InputError(f"{where}: a key that is no name")
+        if (name := key.value.lstrip("-").replace("-", "_")) in seen:
+            raise InputError(f"{where}: {key.value[:LONGEST]} is there twice")
+        seen.add(name)
+        yield where, key.value, value
+
+
 def _value(node: yaml.Node, where: str, default: Any) -> Any:
+    found = texts(node, where)
+    if isinstance(default, bool):
+        if found not in (["True"], ["False"]):
+            raise InputError(f"{where}: give true or false")
+        return found == ["True"]
+    return found if isinstance(node, yaml.SequenceNode) else found[0]
+
+
+def texts(node: yaml.Node, where: str) -> list[str]:
+    """The words of a command line for a value or a list of values. Raises InputError for what is none."""
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     for item in nodes:
+        if isinstance(item, yaml.MappingNode):
+            raise InputError(f"{where} {NO_MAPPING}")
         if not isinstance(item, yaml.ScalarNode):
             raise InputError(f"{where}: give a list of plain values")
         if item.value.startswith("--"):
             raise InputError(f"{where} {item.value[:LONGEST]}: a value does not begin with --")
         if re.fullmatch(rf"[+-]?\d{{{LONGEST},}}", item.value):
             raise InputError(f"{where}: a number of {len(item.value)} digits")
-    texts = [item.value if item.style else AS_PYTHON.get(item.value, item.value) for item in nodes]
-    if isinstance(default, bool):
-        if texts not in (["True"], ["False"]):
-            raise InputError(f"{where}: give true or false")
-        return texts == ["True"]
-    return texts if isinstance(node, yaml.SequenceNode) else texts[0]
+        if re.search("[\0\ud800-\udfff]", item.value):
+            raise InputError(f"{where}: a character that no command line can hold")
+    return [item.value if item.style else AS_PYTHON.get(item.value, item.value) for item in nodes]
 
 
 def as_flag(name: str) -> str:

@@ -175,11 +175,17 @@ def _group_sizes(rows: DataProto) -> list[int]:
 
 def forget_after(folder: Path, step: int) -> None:
     """Deletes what was recorded after `step`, since these steps are done again. Says so."""
-    late = [path for path in folder.glob("step_*") if int(path.name.removeprefix("step_")) > step]
+    late = [later for later in recorded_steps(folder) if later > step]
     if late:
         print(f"{folder}: {len(late)} step(s) after step {step} are deleted, to be recorded again", flush=True)
-    for path in late:
-        shutil.rmtree(path)
+    for later in late:
+        shutil.rmtree(_step_folder(folder, later))
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The steps of which a rank recorded something, in order. Other folders, such as checkpoints, are none."""
+    found = {path.parent for path in folder.glob("step_*/rank_*_of_*")}
+    return sorted(int(path.name[5:]) for path in found if path.name[5:].isdecimal())
 
 
 def check_recorded(folder: Path, steps: range, ranks: int) -> None:

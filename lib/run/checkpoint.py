@@ -496,13 +496,14 @@ def publish(tmp: Path, final: Path) -> None:
     """Renames the finished folder `tmp` to `final` once its bytes are on the disk."""
     for file in [*tmp.rglob("*"), tmp]:
         _fsync(file)
-    replaced = final.with_name(final.name + ".replaced.tmp")
-    _remove(replaced)
-    if final.is_symlink() or final.exists():
+    replaced = final.with_name(final.name + ".replaced.tmp") if os.path.lexists(final) else None
+    if replaced:
+        _remove(replaced)
         final.rename(replaced)
     tmp.rename(final)
     _fsync(final.parent)
-    _remove(replaced)
+    if replaced:
+        _remove(replaced)
 
 
 def _rotate(newest: Path, keep: int, best: int | None) -> None:

@@ -388,6 +388,10 @@ CONFIGS = {  # what the message says, by the file's text
     "line 1: a key that is no name": "? [a]\n: 1",
     "line 2: could not find expected ':'": "lr: 1\nseed",
     "cannot be read: unacceptable character": "lr: \0",
+    "line 1: model: a character that no command line can hold": 'model: "\\0"',
+    "line 1: track: a character that no command line can hold": 'track: ["\\ud800"]',
+    "cannot be read: ": 'model: "\\Uffffffff"',
+    "line 2: a tag (!)": "lr: 1\nmodel: !!python/name:os.system x",
     "give a run's config.json": "lr",
 }
 

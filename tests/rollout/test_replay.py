@@ -311,7 +311,10 @@ def test_steps_are_checked_by_number_and_by_ranks(tmp_path):
         check_recorded(tmp_path, range(1, 4), 2)
     with pytest.raises(InputError, match="step 4 was not recorded: --total-steps 3"):
         check_recorded(tmp_path, range(1, 6), 1)
+    for name in ("step_000009", "step_best", "step_000009/other"):  # such as those of a run's checkpoints
+        (tmp_path / name).mkdir()
     forget_after(tmp_path, 1)
+    assert (tmp_path / "step_000009/other").exists()
     with pytest.raises(InputError, match="step 2 was not recorded: start at one that was"):
         check_recorded(tmp_path, range(2, 3), 1)
     record_steps(tmp_path / "two", 1, world(0, 2))  # the other rank was killed before its batch

@@ -1,6 +1,7 @@
 """A copy of a script in another folder, started there as docs/your_own.md says, and the wheel."""
 
 import json
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -68,6 +69,70 @@ def test_a_copy_trains_with_the_wheel_alone(tmp_path):
     commit = (site / "plainrl/COMMIT").read_text()
     assert first["commit"] is None and (first["lib_commit"] or "") == commit
     assert commit.removesuffix("-dirty") == (_lib_commit() or "")  # that of the checkout
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A repository with the files of a wheel, and no others."""
+    root = tmp_path / "checkout"
+    for name in (*FILES, "pyproject.toml", "launch/build_backend.py", "data/toy/rows é.jsonl", ".gitignore"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name) if (ROOT / name).exists() else (root / name).touch()
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "x")
+    return root
+
+
+def git(root: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(root), "-c", "user.name=x", "-c", "user.email=x", *words], check=True)
+
+
+def build(root: Path) -> subprocess.CompletedProcess:
+    code = f"import sys; sys.path.insert(0, {str(root / 'launch')!r}); import build_backend as b; b.build_wheel('.')"
+    return run([*PYTHON, "-c", code], root.parent)
+
+
+def test_a_wheel_has_what_git_tracks_and_nothing_else(checkout):
+    """Whoever builds it may have data of their own below data/."""
+    tracked = {*FILES, "launch/build_backend.py", "data/toy/rows é.jsonl"}
+    (checkout / "data/customers").mkdir()
+    (checkout / "data/customers/rows.csv").write_text("secret")
+    (checkout / "data/customers/link").symlink_to("/etc/passwd")
+    (checkout / "launch/runs").symlink_to("/etc")
+    (checkout / "data/toy_vision").mkdir()
+    (checkout / "data/toy_vision/val.jsonl").touch()  # which git ignores
+    for suffix in ("", "-dirty"):
+        ran(build(checkout))
+        with ZipFile(checkout.parent / "plainrl-0.1.0-py3-none-any.whl") as wheel:
+            names = [name.removeprefix("plainrl/") for name in wheel.namelist() if name.startswith("plainrl/")]
+            assert sorted(names) == sorted({*tracked, "COMMIT"})
+            assert re.fullmatch(f"[0-9a-f]{{40}}{suffix}", wheel.read("plainrl/COMMIT").decode())
+        (checkout / "grpo.py").write_text("changed")
+
+
+@pytest.mark.parametrize("what", ["a link", "a linked folder", "a deleted file", "an untracked script", "no checkout"])
+def test_a_wheel_that_would_hold_something_else_is_refused_in_a_line(checkout, what):
+    if what == "a link":
+        (checkout / "data/link").symlink_to("/etc/passwd")
+        git(checkout, "add", "data/link")
+    elif what == "a linked folder":
+        (checkout / "data/toy").rename(checkout.parent / "toy")
+        (checkout / "data/toy").symlink_to(checkout.parent / "toy")
+    elif what == "a deleted file":
+        (checkout / "ppo.py").unlink()
+    elif what == "an untracked script":
+        git(checkout, "rm", "-q", "--cached", "ppo.py")
+    else:
+        shutil.rmtree(checkout / ".git")
+        git(checkout.parent, "init", "-q")  # of another project, which contains this folder
+    done = build(checkout)
+    expected = {
+        "an untracked script": "git does not track ppo.py",
+        "no checkout": "a wheel has git's files (fatal: not a",
+    }
+    assert done.returncode and expected.get(what, "deleted, or a link") in done.stderr and done.stderr.count("\n") == 1
+    assert not [*checkout.parent.glob("*.whl")]
 
 
 def test_an_editable_wheel_has_the_path_of_the_checkout_and_the_pinned_packages_as_extras(tmp_path):

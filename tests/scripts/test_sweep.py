@@ -52,7 +52,7 @@ def test_the_words_of_a_run_are_flags_of_the_script(sweep):
     args = sweep(
         script="grpo.py",
         flags={"total-steps": 3, "val_before_train": False, "multi-turn.tool-rewards": True, "track": ["wandb"]},
-        grid={"lr": ["1e-6", 3e-6], "loss": ["vanilla", "gspo"]},
+        grid={"lr": ["1e-6", "3e-6"], "loss": ["vanilla", "gspo"]},
         seeds=[1, 2],
     )
     runs = read_sweep(args.file, args.output_dir)
@@ -65,7 +65,7 @@ def test_the_words_of_a_run_are_flags_of_the_script(sweep):
     words = [word for word in runs[-1].command[1:] if "multi-turn" not in word]
     parsed = parse_flags(grpo.Args, words)
     assert (parsed.optimizer.lr, parsed.loss, parsed.run.seed, parsed.run.total_steps) == (3e-6, "gspo", 2, 3)
-    assert parsed.run.run_name == "lr=3e-06,loss=gspo,seed=2" and parsed.run.resume == "auto"
+    assert parsed.run.run_name == "lr=3e-6,loss=gspo,seed=2" and parsed.run.resume == "auto"
     assert not parsed.validation.val_before_train and parsed.run.track == ("wandb",)
 
 
@@ -83,15 +83,96 @@ def test_the_words_of_a_run_are_flags_of_the_script(sweep):
         ("script: a\nseeds: [one]", "seeds: give a list of integers"),
         ("script: a\nseeds: [1, 1]", "2 runs would be named seed=1"),
         ("script: a\nflags: {run_name: x}", "run-name: a sweep sets it itself"),
-        ("script: [", "while parsing"),
-        ("script: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ("script: [", "line 1: expected the node content"),
+        ("script: !!python/object/apply:os.system [ls]", "line 1: a tag (!)"),
+        ("script: a\nflags: {lr: !!int 1}", "line 2: a tag (!)"),
+        ("", "must have `script`"),
+        ("script:", "must have `script`"),
+        ("script: [a]", "must have `script`"),
+        ("script: a\nscript: b", "line 2: script is there twice"),
+        ("script: a\nflags: {lr: 1, --lr: 2}", "line 2: --lr is there twice"),
+        ("script: a\nflags: {total-steps: 1, total_steps: 2}", "line 2: total_steps is there twice"),
+        ("script: a\nflags: {<<: {lr: 1}}", "'<<' is no flag"),
+        ("script: a\nflags: {[a]: 1}", "line 2: a key that is no name"),
+        ("script: a\nflags: {kwargs: {thinking: false}}", "line 2: kwargs takes no mapping; if it takes JSON, write"),
+        ("script: a\ngrid: {kwargs: [{thinking: false}]}", "line 2: kwargs takes no mapping; if it takes JSON, write"),
+        ("script: a\nflags: {x: [[1]]}", "line 2: x: give a list of plain values"),
+        ("script: a\nflags: {x: --lr}", "line 2: x --lr: a value does not begin with --"),
+        ('script: a\nflags: {x: "\\0"}', "line 2: x: a character that no command line can hold"),
+        ('script: a\nflags: {x: "\\ud800"}', "line 2: x: a character that no command line can hold"),
+        ('script: a\nflags: {x: "\\Uffffffff"}', "cannot be read"),
+        ("script: a\nflags: &x {lr: *x}", "line 2: an alias (*)"),
+        ("script: a\nflags: " + "[" * 10_000, "line 2: nested too deeply"),
+        ("script: a\nflags: " + "{a: " * 10_000, "line 2: nested too deeply"),
+        ("script: a\n---\nscript: b", "line 2: but found another document"),
+        ("script: a\nflags:\n\tlr: 1", "line 3: found character"),
+        ("script: \udcff", "cannot be read"),  # a byte that is no UTF-8
+        ("script: a\nseeds: [010]", "seeds: give a list of integers"),
+        ("script: a\nseeds: [1_0]", "seeds: give a list of integers"),
+        ("script: a\nseeds: [1:30]", "seeds: give a list of integers"),
+        ("script: a\nseeds: 1", "seeds: give a list of integers"),
+        (
+            "script: a\ngrid: {" + ", ".join(f"{x}: [0,1,2,3,4,5,6,7,8,9]" for x in "abcdefghijkl"),
+            "expected ',' or '}'",
+        ),
+        (
+            "script: a\ngrid: {" + ", ".join(f"{x}: [0,1,2,3,4,5,6,7,8,9]" for x in "abcdefghi") + "}",
+            "1,000,000,000 runs",
+        ),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path, given, message):
-    (tmp_path / "sweep.yaml").write_text(given)
+    (tmp_path / "sweep.yaml").write_text(given, errors="surrogateescape")
     with pytest.raises(InputError) as error:
         read_sweep(tmp_path / "sweep.yaml", tmp_path)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_values_are_as_typed(tmp_path):
+    """As in --config: YAML 1.1 itself makes 8 of 010, 90 of 1:30, False of no, and a date of 2026-01-02."""
+    typed = ["010", "1:30", "1_000", "0x10", "1e-6", "1.50", "no", "on", "yes", "2026-01-02", "None", ".inf", "="]
+    text = f"script: a\nflags:\n  x: [{', '.join(typed)}]\n"
+    (tmp_path / "sweep.yaml").write_text(
+        text
+        + """  y: null
+  kwargs: '{"enable_thinking": false}'
+  a.b: false
+  c: True
+  d: 'true'
+"""
+    )
+    [run] = read_sweep(tmp_path / "sweep.yaml", tmp_path)
+    expected = ["a", "--x", *typed, "--y", "None", "--kwargs", '{"enable_thinking": false}', "--a.no-b", "--c", "--d"]
+    assert run.command[: run.command.index("--seed")] == [*expected, "true"]
+
+
+@pytest.mark.parametrize("text", ["x", "é", "-", ".", "/"])
+def test_a_long_setting_has_a_short_name(tmp_path, text):
+    (tmp_path / "sweep.yaml").write_text(f"script: a\ngrid: {{x: ['x{text * 300}', b]}}", encoding="utf-8")
+    name = read_sweep(tmp_path / "sweep.yaml", tmp_path)[0].name
+    assert len(name.encode()) <= 200 and name[0] not in "-." and name.endswith("seed=1")
+
+
+def test_a_run_that_cannot_start_gives_its_place_to_the_next(sweep, tmp_path, capsys):
+    """There are more words than a command can have."""
+    args = sweep(grid={"lr": ["x" * 2**18, 1]}, seeds=[1, 2])
+    args.jobs = 1
+    assert main(args) == 1
+    said = capsys.readouterr().out
+    assert said.count("not run, or not noted in sweep.jsonl: [Errno 7]") == 2 and "2 of 4 failed" in said
+    assert seen(tmp_path) == ["lr=1,seed=1 1 None", "lr=1,seed=2 1 None"]
+
+
+@pytest.mark.parametrize(
+    "row", ["x", "[5]", "{}", '{"name": [], "command": [], "exit_code": 0}', "[" * 10**5, "\udcff"]
+)
+def test_a_damaged_record_is_one_line(sweep, tmp_path, row):
+    args = sweep(seeds=[1])
+    assert main(args) == 0
+    record = tmp_path / "runs/sweep/sweep.jsonl"
+    record.write_text(record.read_text() + row + "\n", errors="surrogateescape")
+    with pytest.raises(InputError, match=r"sweep.jsonl line 2: no row of a sweep: fix or delete it"):
+        main(args)
 
 
 def test_a_sweep_goes_on_where_it_stopped(sweep, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 import stat
 import zipfile
 from pathlib import Path
@@ -11,19 +12,30 @@ import torch
 
 from lib import InputError
 from lib.data_proto import DataProto
-from tests.common import SMALL, fork, ran
-from tools.capsule import Args, clean, main
+from tests.common import ROOT, SMALL, fork, ran
+from tools.capsule import PATH_IN_CODE, Args, clean, main
 
 SCORER = '''
 import pathlib
 DATA = pathlib.Path(__file__).with_name("data.txt").read_text()  # which is not where the capsule is opened
 KEY = "sk-abcdefghijklmnopqrstuvwx"
 FILE = "/home/jane/clients/acme/answers.json"
+BUILD = "cc -I/home/jane/include see:\\n/home/jane/notes.txt file:///home/jane/clients/x.json"
+def ratio(n, m, d):
+    return n /m/ d, "/v1/chat/completions"
 pathlib.Path(__file__).with_name("ran").touch()
 def score(data_source, solution_str, ground_truth, extra_info, weight: float = float("1")):
     """Also answers with a text."""
     return {"score": float(len(solution_str) % 3 == 0), "pred": "seen " + solution_str, "half": 0.5}
 '''
+AGENT = """
+import json, urllib.request
+def solve(base_url, api_key, row):
+    body = json.dumps({"model": "policy", "messages": row["prompt"]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+    answer = urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers))
+    return {"reward": len(json.load(answer)["choices"][0]["message"]["content"]) % 3}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +126,72 @@ def test_the_weights_of_the_step_repeat_all_metrics(run, tmp_path, capsys):
     assert int(said.split()[1]) > 40
 
 
+def test_a_step_of_an_agent_without_a_scorer_replays(tmp_path, capsys):
+    """A replay has no agent, and the rewards of turns in their weight. The data source is a file's path."""
+    (tmp_path / "solve.py").write_text(AGENT)
+    rows = [json.loads(line) for line in (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:8]]
+    rows = [row | {"data_source": "/home/jane/clients/acme.jsonl"} for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [*SMALL, "--train-files", str(tmp_path / "rows.jsonl"), "--total-steps", "1", "--adv-estimator", "mt_grpo"]
+    args += ["--reward", "--agent", f"{tmp_path / 'solve.py'}:solve", "--multi-turn.reward-coef", "2"]
+    ran(fork("grpo", tmp_path, *args, "--record", str(tmp_path / "kept"), "--run-name", "live"))
+    main(Args(tmp_path / "live", step=1, output=tmp_path / "bug.zip"))
+    everything = b"\n".join(contents(tmp_path / "bug.zip").values())
+    assert b"jane" not in everything and b"source/.../acme.jsonl/reward" in everything
+    main(Args(tmp_path / "bug.zip", output=tmp_path / "opened"))
+    replay(tmp_path / "opened")
+    capsys.readouterr()
+    main(Args(tmp_path / "opened"))
+    assert "compared metrics of step 1 are as recorded" in capsys.readouterr().out
+
+
+def test_what_a_capsule_has_not_is_not_named(capsule, tmp_path):
+    """A reward model, and layers that the small model is without."""
+    file = with_about(capsule, tmp_path / "bug.zip", reward=[], reward_model=".../judge", freeze=r"layers\.30\.")
+    main(Args(file, output=tmp_path / "opened"))
+    flags = json.loads((tmp_path / "opened/recording/config.json").read_text())
+    assert flags["reward_model"] == flags["model"] == f"{tmp_path}/opened/model" and not flags["freeze"]
+
+
 # ---- what a capsule holds ------------------------------------------------------------------------
 
 
 def test_keys_folders_and_the_machine_are_not_in_it(run, capsule):
     everything = b"\n".join(contents(capsule).values()).decode(errors="replace")
-    for secret in ("sk-abcdef", "/home/jane", str(run.parent), f"{platform.node()}: "):
+    for secret in ("sk-abcdef", "jane", "acme", str(run.parent), f"{platform.node()}: "):
         assert secret not in everything
     assert "answers.json" in everything and "seen " in everything  # names of files, and texts, stay
+    assert 'return n /m/ d, "/v1/chat/completions"' in everything and "cc -I.../include see:\\n.../notes" in everything
 
 
-def test_clean_keeps_what_is_no_folder():
-    kept = "https://x.org/a/b lib/args/flags.py a/b --- /dev/null 1/2/3"
-    assert clean(kept) == kept
+@pytest.mark.parametrize(
+    ("text", "cleaned", "in_code"),
+    [  # None: as it is
+        ("https://x.org/a/b lib/args/flags.py a/b --- /dev/null 1/2/3", None, None),
+        ("half = n /m/ d", None, None),
+        ("half = n /m/d", "half = n .../d", None),  # in a flag it is a path, such as the argument of a program
+        ("x = a[i]/home/b + f(y)/data/z", None, None),
+        ("a</b><br/> ../home/jane/x f'{root}/a/b/c'", None, None),
+        ("http://data/home/x", None, None),
+        ("/v1/chat/completions", ".../completions", None),
+        ("/a/b/c.py:f", ".../c.py:f", None),
+        ("python -S /a/jane/prog.py", "python -S .../prog.py", None),
+        ("~jane/x", ".../x", None),
+        ("~/x/y $HOME/a/b", ".../y .../b", ".../y .../b"),
+        ("/home/jane", ".../", ".../"),
+        ("'/Users/jane'", "'.../'", "'.../'"),
+        ("/data/x.jsonl //mnt/a/y", ".../x.jsonl .../y", ".../x.jsonl .../y"),
+        ("file:///home/jane/a/x.json", "file://.../x.json", "file://.../x.json"),
+        ("-isystem/home/jane/x -L/opt/a/b", "-isystem.../x -L.../b", "-isystem.../x -L.../b"),
+        ("P=/opt/a/bin:/home/jane/bin", "P=.../bin:.../bin", "P=.../bin:.../bin"),
+        ("jane@host:/home/jane/x", "jane@host:.../x", "jane@host:.../x"),
+    ],
+)
+def test_folders_are_redacted_and_nothing_else(text, cleaned, in_code):
+    assert (clean(text), clean(text, PATH_IN_CODE)) == (cleaned or text, in_code or text)
+
+
+def test_clean_takes_values_of_flags():
     assert clean(["/a/b/c.py:f", {"~/x/y": "search:/d/e"}]) == [".../c.py:f", {".../y": "search:.../e"}]
     assert clean("http://me:pass@host/x?token=abcd&n=1") == "http***host/x***&n=1"
 
@@ -221,7 +286,25 @@ def test_links_bombs_and_doubles_are_rejected(capsule, tmp_path):
             main(Args(file, output=tmp_path / "opened"))
     with pytest.raises(InputError, match="more than --max-gb"):
         main(Args(capsule, output=tmp_path / "opened", max_gb=1e-6))
-    assert not (tmp_path / "opened").exists() and not (tmp_path / "opened.tmp").exists()
+    assert not (tmp_path / "opened").exists() and not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_nothing_else_is_overwritten_or_deleted(capsule, tmp_path, monkeypatch):
+    for name in ("bug.tmp", ".bug.tmp", "bug.replaced.tmp"):
+        (tmp_path / name / "mine").mkdir(parents=True)
+    file = shutil.copy(capsule, tmp_path / "bug.capsule.zip")
+    monkeypatch.chdir(tmp_path)
+    main(Args(file))
+    assert (tmp_path / "bug/capsule.json").exists() and len([*tmp_path.glob("*/mine")]) == 3
+    (tmp_path / "link").symlink_to("nothing")
+    for output in ("bug", "link", "bug.tmp"):
+        with pytest.raises(InputError, match=f"{output} exists: delete it, or give another --output"):
+            main(Args(file, output=Path(output)))
+    for name in (".zip", "-rf.zip", "..capsule.zip", "\x1b[2J.zip"):
+        with pytest.raises(InputError, match="no name for a folder: give --output") as error:
+            main(Args(shutil.copy(capsule, tmp_path / name)))
+        assert str(error.value).isprintable()
+    assert len([*tmp_path.glob("*/mine")]) == 3
 
 
 class _quiet:
@@ -244,11 +327,26 @@ def test_a_damaged_or_foreign_file_is_one_line(capsule, tmp_path):
 
 def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_path):
     config = json.loads(contents(capsule)["model/config.json"])
-    for change in ({"auto_map": {"AutoConfig": "evil.Config"}}, {"num_hidden_layers": 10**7}, {"model_type": "evil"}):
-        file = altered(capsule, tmp_path / "hostile.zip", config=json.dumps(config | change).encode())
-        with pytest.raises(InputError, match="is not as it should be"):
-            main(Args(file, output=tmp_path / "opened"))
+    deep = {"num_hidden_layers": 4096, "layer_types": ["full_attention"] * 4096, "max_window_layers": 4096}
+    table = {"model_type": "gpt_neo", "max_position_embeddings": 2**20, "hidden_size": 64, "num_layers": 2}
+    table |= {"num_heads": 4, "attention_types": [[["global", "local"], 1]]}  # a buffer of positions x positions
     for change in (
+        {"auto_map": {"AutoConfig": "evil.Config"}},
+        {"rope_parameters": {"auto_map": {}}},
+        {"num_hidden_layers": 10**7},
+        {"model_type": "evil\x1b[2J"},
+        deep,
+        table,
+    ):
+        file = altered(capsule, tmp_path / "hostile.zip", config=json.dumps(config | change).encode())
+        with pytest.raises(InputError, match="is not as it should be") as error:
+            main(Args(file, output=tmp_path / "opened"))
+        assert str(error.value).isprintable()
+    for change in (
+        {"ranks": 2},
+        {"versions": "evil"},
+        {"format": "1\nreplay it:  rm"},
+        {"metrics": {"a": 10**400}},
         {"reward": ["x/mine.py:os.system"]},
         {"reward": ["../../evil.py:f\n"]},
         {"script": "../grpo.py"},
@@ -259,12 +357,55 @@ def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_pat
         {"tokens": {"vocab": 10**9, "special": [], "eos": 0, "pad": 0}},
     ):
         file = with_about(capsule, tmp_path / "hostile.zip", **change)
+        with pytest.raises(InputError) as error:
+            main(Args(file, output=tmp_path / "opened"))
+        assert str(error.value).isprintable()
+    scorer = next(Path(name).stem for name in contents(capsule) if "mine" in name)
+    for code in (b"def score(", b"-" * 200_000, b"(" * 50_000, b"def score(): \x00", b"\xff", b"#" * 2**21):
+        file = altered(capsule, tmp_path / "hostile.zip", **{scorer: code})
         with pytest.raises(InputError):
             main(Args(file, output=tmp_path / "opened"))
     for left_out in ("capsule", "config"):
         with pytest.raises(InputError, match="no capsule"):
             main(Args(altered(capsule, tmp_path / "hostile.zip", **{left_out: None}), output=tmp_path / "opened"))
     assert not (tmp_path / "opened").exists()
+
+
+@pytest.mark.parametrize("weights", ["tiny", "step"])
+def test_a_config_names_no_kernels_code_or_files(run, tmp_path, weights):
+    """transformers would fetch them, some from the hub."""
+    main(Args(run, step=1, weights=weights, output=tmp_path / "bug.zip"))
+    config = json.loads(contents(tmp_path / "bug.zip")["model/config.json"])
+    names = {
+        "attn_implementation",
+        "_attn_implementation",
+        "experts_implementation",
+        "backbone",
+        "transformers_weights",
+    }
+    evil = dict.fromkeys(names, "evil") | {"quantization_config": {"quant_method": "evil"}, "anything": "evil/kernels"}
+    evil |= {"attn_implementation": {"text_config": "evil"}, "anything_else": ["evil/kernels"]}
+    hostile = config | evil | {"rope_parameters": config["rope_parameters"] | evil}
+    file = altered(tmp_path / "bug.zip", tmp_path / "hostile.zip", config=json.dumps(hostile).encode())
+    main(Args(file, output=tmp_path / "opened"))
+    opened = (tmp_path / "opened/model/config.json").read_text()
+    assert "evil" not in opened and json.loads(opened)["hidden_size"] == config["hidden_size"]
+
+
+def test_what_is_printed_is_checked_or_escaped(capsule, tmp_path, capsys):
+    """A sender cannot add lines to what is printed, or send commands to the terminal."""
+    evil = "0\x1b[2J\nreplay it:  rm"
+    metrics = json.loads(contents(capsule)["capsule.json"])["metrics"]
+    changes = {"versions": {"commit": evil}, "metrics": {f"reward/{evil}": 1.0} | metrics}
+    main(Args(with_about(capsule, tmp_path / "a.zip", **changes), output=tmp_path / "a b"))
+    said = capsys.readouterr().out
+    assert "commit unknown" in said and said.count("replay it:") == 1 and f"--replay '{tmp_path}/a b/recording'" in said
+    (tmp_path / "a b/replay").mkdir()
+    (tmp_path / "a b/replay/metrics.jsonl").write_text(json.dumps(metrics | {"step": 1}) + "\n")
+    main(Args(tmp_path / "a b"))
+    said += capsys.readouterr().out
+    assert r"reward/0\x1b[2J\nreplay it:  rm is the first of" in said
+    assert all(line.isprintable() for line in said.splitlines())
 
 
 def test_flags_of_a_capsule_name_no_file_or_command_of_its_own(capsule, tmp_path):

@@ -102,6 +102,15 @@ def test_memory_is_one_file_and_one_layer(tmp_path):
     assert all(torch.equal(start[name], w) for name, w in exported.state_dict().items())
 
 
+def test_nothing_beside_the_output_is_deleted(runs, tmp_path):
+    for name in ("out.tmp", ".out.tmp", "out.replaced.tmp"):
+        (tmp_path / name / "mine").mkdir(parents=True)
+    for adapter in (False, True):
+        main(Args(runs / "lora", adapter=adapter, output=tmp_path / "out"))
+        (tmp_path / "out").rename(tmp_path / f"done {adapter}")
+    assert len([*tmp_path.glob("*/mine")]) == 3 and len([*tmp_path.iterdir()]) == 5
+
+
 def test_errors_are_one_line_and_leave_no_files(runs, tmp_path):
     def refused(match: str, run: Path = runs / "full", **more) -> None:
         with pytest.raises(InputError, match=match) as error:
@@ -123,8 +132,11 @@ def test_errors_are_one_line_and_leave_no_files(runs, tmp_path):
     with full_disk(4000):
         refused(r"out: not exported: .*GiB were free.*; give another --output")
     (tmp_path / "there").mkdir()
-    with pytest.raises(InputError, match="there exists: delete it, or give another --output"):
-        main(Args(runs / "full", output=tmp_path / "there"))
+    (tmp_path / "link").symlink_to("nothing")
+    for name in ("there", "link"):
+        with pytest.raises(InputError, match=f"{name} exists: delete it, or give another --output"):
+            main(Args(runs / "full", output=tmp_path / name))
+    assert (tmp_path / "link").is_symlink() and not [path for path in tmp_path.iterdir() if path.name[0] == "."]
 
     broken = tmp_path / "broken"
     shutil.copytree(runs / "full/checkpoints/step_000001", broken / "checkpoints/step_000001")

@@ -5,7 +5,9 @@ Planted log-probs come from loops over single rows with transformers alone."""
 import copy
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -352,3 +354,14 @@ def test_log_probs_that_are_no_numbers_are_one_line(recorded, tmp_path):
     write_manifest(rank, entries, of="step_000001/rank_0_of_1")
     with pytest.raises(InputError, match=r"rollout_0\.safetensors has nan among its rollout_log_probs"):
         mismatch.main(Args(str(recorded / "run/config.json"), str(tmp_path / "kept"), step=1))
+
+
+def test_the_cause_dtype_leaves_a_quantized_engine_as_it_is():
+    trainer = mismatch.Setting(
+        "bfloat16", "trainer", "together", "own", 0, Sampling(8), "sampled", "apart", "auto", quantization=None
+    )
+    for kernels, note in (("hf", ""), ("vllm", "not toggled: vLLM quantizes no float32")):
+        engine = replace(trainer, kernels=kernels, quantization="fp8")
+        other, own = mismatch.agreeing("dtype", engine, trainer)
+        assert (other.dtype, own.dtype, other.quantization) == ("float32", "float32", "fp8")
+        assert mismatch.why_not("dtype", SimpleNamespace(args=None), engine) == note

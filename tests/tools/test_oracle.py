@@ -12,7 +12,7 @@ import torch
 from lib import InputError, setup
 from tests.common import ROOT
 from tools import oracle
-from tools.oracle import MIXED, SUM, Batches, Cell, Step, Task, compare, make_batches
+from tools.oracle import MIXED, SUM, Batches, Cell, Measured, Step, Task, compare, make_batches
 
 SCRIPT = oracle.load_script(str(ROOT / "grpo.py"))
 EQUAL = {"abs": 1e-7, "rel": 0}  # epsilon, 1e-6, is added to a std of 0.5 or more
@@ -187,6 +187,19 @@ def test_sampled_batches_agree_with_all_batches_within_their_errors():
     for name in ("cosine", "ratio"):  # four standard errors; the draw is seeded
         assert abs(getattr(sampled, name) - getattr(exact, name)) < 4 * getattr(sampled, f"{name}_error")
     assert sampled.noise == pytest.approx(exact.noise, rel=0.2)
+
+
+def test_a_sampled_gradient_that_is_lost_in_the_noise_is_not_an_exact_zero():
+    draws = torch.randn(1000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found, truth = torch.cat([draws, -draws]), torch.ones(2, dtype=torch.float64)  # of mean 0: its square is below 0
+    sampled, exact = compare(found, None, truth), compare(found, torch.full((2000,), 1 / 2000).double(), truth)
+    assert sampled.cosine is exact.cosine is None and (sampled.exact, exact.exact) == (False, True)
+    lost, zero, right = (
+        vars(cell) | {"staleness": 0, "pass_rates": (0.5,)} for cell in (sampled, exact, Measured(1.0, 1.0, 1.0))
+    )
+    assert (oracle._cell(lost), oracle._cell(zero)) == ("~0", "0")
+    assert oracle.verdict([lost]) == "lost in the noise" and oracle.verdict([zero, lost]) == "no gradient"
+    assert oracle.verdict([lost, right]) == "unbiased" and oracle.verdict([zero, right]) != "unbiased"
 
 
 def test_the_command_writes_table_and_figure(tmp_path, capsys, monkeypatch):
