@@ -8,11 +8,13 @@ Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for ea
 to the loss. Each response has its own seed, so it depends on neither its batch nor its rank. rollout_log_probs belong
 to the distribution that was sampled from (temperature, top-p, top-k and min-p applied)."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -165,6 +167,28 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return None
     [first, *_] = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False) or [None]
     return first if first in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[first].special else None
+
+
+# in the names of special tokens that begin or end texts and turns, pad, or stand for images
+CONTROL = re.compile(
+    r"(?i)(?<![a-z])(?:im|pad|eo[stm](?:_id)?|(?:begin|start|end)_?of_?(?:text|turn)|turn|user|assistant|system"
+    r"|header_id|observation|return|image|img|vision|video|audio)(?![a-z])|<\|call\|>|</?s>"
+)
+
+
+@lru_cache(maxsize=8)
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Special tokens that are no part of what a response says, unlike <think>, <|channel|> or [TOOL_CALLS]."""
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = {getattr(tokenizer, f"{name}_id") for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    return frozenset(i for i in special if i in named | {end_of_turn(tokenizer)} or CONTROL.search(special[i]))
+
+
+def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]) -> list[str]:
+    """What responses say: their texts without control tokens."""
+    control = control_tokens(tokenizer)
+    said = [[token for token in response if token not in control] for response in responses]
+    return tokenizer.batch_decode(said, skip_special_tokens=False)
 
 
 def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None:
