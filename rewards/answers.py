@@ -92,10 +92,10 @@ def answer_text(response: str) -> str:
 # ---- truths ----
 
 
-def one_truth(scorer: str, data_source: str, ground_truth) -> str:
+def one_truth(scorer: str, data_source: str, ground_truth, wanted: str = "one text or number") -> str:
     """The row's only truth as plain text: a text or a number, also as the only item of a list (numpy's or JSON's, too).
 
-    Raises InputError for anything else.
+    Raises InputError for anything else, with what is `wanted`.
     """
     truth = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth  # numpy, from parquet
     if isinstance(truth, str) and truth.lstrip().startswith('["'):
@@ -112,7 +112,7 @@ def one_truth(scorer: str, data_source: str, ground_truth) -> str:
         or not isinstance(truth, str | int | float)
         or text in ("nan", "inf", "-inf")
     ):
-        raise bad_truth(scorer, data_source, ground_truth, "one text or number")
+        raise bad_truth(scorer, data_source, ground_truth, wanted)
     return text
 
 
@@ -124,19 +124,22 @@ def bad_truth(scorer: str, data_source: str, ground_truth, wanted: str) -> Input
 # ---- the last \boxed{...} and <answer>...</answer> ----
 
 
-def last_boxed(text: str) -> str | None:
-    r"""What stands in the last closed \boxed{...}, braces matched: r"\boxed{\frac{1}{2}}." -> r"\frac{1}{2}"."""
+def boxes(text: str) -> list[tuple[int, int]]:
+    r"""Where the contents of the closed \boxed{...} begin and end, braces matched, in the order in which they begin."""
     opened: list[int | None] = []  # where the content of a \boxed{ begins; None for any other {
-    start, end = -1, -1
+    found = []
     for token in BRACES.finditer(text):
         boxed, brace = token.groups()
         if boxed or brace == "{":
             opened.append(token.end() if boxed else None)
-        elif brace == "}" and opened:
-            content = opened.pop()
-            if content is not None and content > start:
-                start, end = content, token.start()
-    return text[start:end].strip() if start >= 0 else None
+        elif brace == "}" and opened and (content := opened.pop()) is not None:
+            found.append((content, token.start()))
+    return sorted(found)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last closed \boxed{...}: r"\boxed{\frac{1}{2}}." -> r"\frac{1}{2}"."""
+    return next((text[start:end].strip() for start, end in reversed(boxes(text))), None)
 
 
 def last_tagged(text: str) -> str | None:
