@@ -9,9 +9,10 @@ from rewards.math import equal
 
 
 def has_form(response: str) -> bool:
-    r"""Whether the response starts with <think>, and later has </think> and then \boxed{...}."""
+    r"""Whether the response starts with <think> (or within the thought, as behind a prompt that ends with <think>), and
+    later has </think> and then \boxed{...}."""
     thought, closed, rest = response.partition("</think>")
-    return bool(closed) and thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
+    return bool(closed) and thought.find("<think>") <= 0 and "}" in rest.partition("\\boxed{")[2]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_score=0.1, **kwargs) -> dict:
