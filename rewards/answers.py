@@ -75,7 +75,7 @@ def plain(text: str) -> str:
 TURN = re.compile(r"<\|[^<>|\n]{1,40}\|>|</?s>|<eos>|<(?:start|end)_of_turn>|<turn\|>|\[/?INST\]")  # where a turn ends
 BEFORE = r"""(?<![^\s>"'(\[{:=#$*_])(?<![\d)\]}] )"""  # so that 2**3 and 2 *3* 4 stay
 EMPHASIS = [
-    re.compile(rf"{BEFORE}({mark})(?![\s{sign}])([^{sign}\n]*[^{sign}\s])\1(?![^\W_]|{re.escape(sign)})")
+    re.compile(rf"{BEFORE}({mark})(?![\s{sign}',;:)])([^{sign}\n]*[^{sign}\s])\1(?![^\W_]|{re.escape(sign)})")
     for mark, sign in ((r"\*{1,3}", "*"), ("_{1,3}", "_"), ("`", "`"))
 ]
 

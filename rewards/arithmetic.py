@@ -4,7 +4,6 @@ A response is right if the text after its last "=" is exactly the number: "12,12
 "=422.", "=422 or 423" and "422" are not. The working before the "=" does not count.
 """
 
-
 from rewards.answers import answer_text, one_truth
 
 

@@ -43,7 +43,7 @@ def evaluate(equation: str) -> tuple[Fraction, list[int]]:
         raise ValueError("an operator other than + - * /")
 
     try:
-        tree = ast.parse(equation.strip(), mode="eval")
+        tree = ast.parse(" ".join(equation.split()), mode="eval")
     except (SyntaxError, MemoryError) as error:  # MemoryError: nested too deeply for the parser
         raise ValueError(str(error)) from error
     return value(tree.body), numbers

@@ -90,7 +90,7 @@ def fill(template: str, values: dict, extra_info: dict | None) -> str:
         if not question:
             raise InputError('rewards/judge.py: a row has no extra_info["question"]; give one, or a prompt_template')
         values = values | {"question": question}
-    if "{reference}" in template and values.get("reference") in (None, ""):
+    if "{reference}" in template and values.get("reference") is None:
         raise InputError(f"{NO_TRUTH}, or a prompt_template without {{reference}}")
     values = {name: OWN_TAG.sub("&lt;", str(value)) for name, value in values.items()}  # a response stays in its tag
     names = "|".join(map(re.escape, values))

@@ -20,7 +20,9 @@ from rewards.answers import answer_text, bad_truth, last_boxed, one_truth
 from rewards.gsm8k import FLEXIBLE, SPACED, canonical
 
 TAIL = 300  # characters
-LINE = re.compile(r"(?:^([^\w\n]*(?:(?:so|thus|the|my|final|correct)\b,? ?)*))?answer\**\s*:\**\s*([^\n]+)", re.I | re.M)
+LINE = re.compile(
+    r"(?:^([^\w\n]*(?:(?:so|thus|the|my|final|correct)\b,? ?)*))?answer\**\s*:\**\s*([^\n]+)", re.I | re.M
+)
 SUFFIX = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:m|s|th|\.)\s*\}(?:\^\{?[23]\}?)?")  # too short to be bare units
 WRAPPED = re.compile(r"\\(?:text|textbf|mbox|mathrm|overline)\s*\{([^{}]*)\}")
 UNITS = re.compile(

@@ -16,7 +16,7 @@ LINE = re.compile(
     re.IGNORECASE,
 )
 LONGEST = 200  # characters of a statement
-WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\b|[\\{}$*\"'`\[\]]")
+WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\(?=[()])|[\\{}$*\"'`\[\]]")
 FILLER = re.compile(
     r"""(?: \b(?:i|we)\s+(?:think|believe|guess|say|choose|chose|pick|select|would\s+(?:say|choose|pick|go\s+with))\b
       | \b(?:it|this|that|the|my|correct|right|best|final|answer|option|choice|letter|is|was|s|must|should|would|be
