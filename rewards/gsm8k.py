@@ -6,10 +6,10 @@ response, whatever stands around it. Numbers are compared exactly, so 1,234 and 
 number scores 0 with pred None. The ground truth is one number, also with its unit, or the whole solution, as in
 openai/gsm8k: what follows its last "####" counts.
 
-verl's verdict differs: it takes the first number after "####" where there is more than one or a calculation (18/2, 18
-or 19, 18 thousand: no answer here, and 9*2 = 18 is 18), reads 5e3 as 5 and "18." as another text than 18, needs the
-number directly after "#### " (here also ####18, = 18, $18, **18**, \\boxed{18}, Answer: 18), looks into thoughts, and in
-some versions only at the first "####" or the last 300 characters.
+verl's verdict differs: it takes the first number after "####" where there are more or a calculation (18/2, 18 or 19,
+18 thousand: no answer here, and 9*2 = 18 is 18). It reads 5e3 as 5, and "18." as another text than 18. It needs the
+number directly after "#### " (here also ####18, = 18, $18, **18**, \\boxed{18}, Answer: 18). It looks into thoughts,
+and in some versions only at the first "####" or the last 300 characters.
 """
 
 import re
@@ -18,17 +18,18 @@ from lib import InputError
 from rewards.answers import answer_text, bad_truth, last_boxed, one_truth
 
 LONGEST = 1000  # characters of a statement
-GROUPED = r"\d{1,3}(?:(?:,|\{,\}|,?\\[,!]|')\d{3})+(?!\d)"  # 1,234  1{,}234  1\,234  1,\!234  1'234
-NUMBER = rf"(?:(?<![\w.])-)?(?:\\?[$€£¥₹]-?)?(?:(?:{GROUPED}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\w))?"
+GROUPED = r"\d{1,3}(?:(?:,|\{,\}|,?\\[,!]|['_])\d{3})+(?!\d)"  # 1,234  1{,}234  1\,234  1'234
+NUMBER = rf"(?:(?<![\w.])-)?(?:\\?[$€£¥₹] ?-?)?(?:(?:{GROUPED}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}}(?!\w))?"
 FLEXIBLE = re.compile(NUMBER)
 SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
 WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\b|\\[()\[\]]|[{}\"]")
 LEAD = re.compile(r"[\s:=>(\[<*_]*(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b|:|=)?)?[\s:=(\[]*\+?", re.IGNORECASE)
+POWER_OF_TEN = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[×·x*])\s*10\s*\^\s*([-+]?\d{1,3})(?!\w)")
 NOT_ONE_NUMBER = re.compile(
-    r"""[.,:]?\d | ,\s*[-$]?\d | \s+-?[$\d] | [²³¹⁰⁴-⁹]           # 1.2.3   18:30   18, 19   18 1/2
+    r"""[.,:]?\d | \s*(?:[,;&|→]|->|=>)\s*[-$]?\d | \s+-?[$\d] | \s*[²³¹⁰⁴-⁹¼-¾⅐-⅞]  # 1.2.3   18:30   18, 19   18 1/2
       | \s*(?:\*\*?|[-/^+×÷·⋅±√=]|\\(?:times|cdot|div|pm)\b|x(?=\s*\d))\s*[-$]?[\d(.=]  # 18/2   18 - 20   18 = 9 * 2
       | \s*\\(?:frac|sqrt)\b | [xyzni]\b                          # 18\sqrt{2}   18x
-      | \s*(?:[kKMB]|bn|hundred|thousand|million|billion|dozen)\b | \s*\\?%\s*of\b
+      | \s*(?:[kKMB]|bn|hundred|thousand|million|billion|dozen)\b | \s*(?:\\?%|percent)\s*of\b
       | (?:\s+[^\W\d]{1,20}|\\?%){0,2}\s+\(?(?:or|and|to)\s+[-$]?\d                     # 18 or 19
     """,
     re.VERBOSE,
@@ -56,7 +57,8 @@ def read_number(statement: str) -> str | None:
     has more than one; None if it does not begin with a number."""
     statement = statement[:LONGEST].replace("{,}", ",")
     statement = WRAPPING.sub(" ", last_boxed(statement) or statement)
-    statement = SPACED.sub(lambda number: number[0].replace(" ", ""), " ".join(statement.split()))
+    statement = POWER_OF_TEN.sub(r"e\1", " ".join(statement.split()))
+    statement = SPACED.sub(lambda number: number[0].replace(" ", ""), statement)
     found, more = None, True
     for part in (statement, statement.rpartition("=")[2]):
         if more and (number := FLEXIBLE.match(part, LEAD.match(part).end())):
@@ -74,7 +76,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, m
         raise bad_truth("gsm8k", data_source, ground_truth, "one number")
     text = answer_text(solution_str)
     if method == "strict":
-        statements = (part.lstrip().partition("\n")[0] for part in reversed(text.split("####")[1:]))
+        parts = reversed(text.split("####")[1:])
+        statements = (part[LEAD.match(part).end() :].partition("\n")[0] for part in parts)
         pred = next((number for number in map(read_number, statements) if number is not None), None)
     else:
         pred = next((canonical(number) for number in reversed(FLEXIBLE.findall(text))), None)

@@ -21,7 +21,7 @@ from rewards.gsm8k import FLEXIBLE, SPACED, canonical
 
 TAIL = 300  # characters
 LINE = re.compile(
-    r"(?:^([^\w\n]*(?:(?:so|thus|the|my|final|correct)\b,? ?)*))?answer\**\s*:\**\s*([^\n]+)", re.I | re.M
+    r"(?:^([^\w\n]*(?:(?:so|thus|the|my|final|correct)\b,? ?)*))?answer\**\s*:\**\s*(\S[^\n]*)", re.I | re.M
 )
 SUFFIX = re.compile(r"\\(?:text|mathrm)\s*\{\s*(?:m|s|th|\.)\s*\}(?:\^\{?[23]\}?)?")  # too short to be bare units
 WRAPPED = re.compile(r"\\(?:text|textbf|mbox|mathrm|overline)\s*\{([^{}]*)\}")
@@ -29,7 +29,7 @@ UNITS = re.compile(
     r"\b(?:square|cm|km|gm|mph|inches|feet|meters|hours|minutes|degrees|dollars|cents|pounds|units|points|digits|ways"
     r"|integers|multiples|edges|students|meals)\b(?:\^\{?[23]\}?)?|\ban?\s",
 )
-SPACES = re.compile(r"(?:\\[;,: ]|[\s~])+")
+SPACES = re.compile(r"(?:\\[;,: ]|\\q?quad\b|[\s~])+")
 MARKS = re.compile(r"\^(?:\\circ|\{\\circ\})|\\l?dots|\{,\}|,\\!|\\[!()\[\]]|[$\"*]")
 
 

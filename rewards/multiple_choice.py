@@ -2,9 +2,9 @@ r"""Scorer for multiple choice (MMLU, MMLU-Pro, GPQA, ARC): the letter, A to J, 
 
 The statement of the answer is the last \boxed{...}; else the last <answer>...</answer>; else what follows the last
 "answer is", "answer:" or "correct option is" in its line; else the whole response if it is one line. A statement begins
-with the letter: B, (b), B., B) Paris, \text{B}, "option B because ...", "I think it is B"; one without a letter, such as
-\boxed{E = mc^2} or "the answer: see above", gives way to an earlier one. Two letters, as in "A or B", are not an answer,
-and the words A and I are not letters. The truth is a letter: B, (b), "B) Paris".
+with the letter: B, (b), B., B) Paris, \text{B}, "option B because ...", "I think it is B". One without a letter, as
+\boxed{E = mc^2} or "the answer: see above", gives way to an earlier one. Two letters, as in "A or B", are not an
+answer, and the words A and I are not letters. The truth is a letter: B, (b), "B) Paris".
 """
 
 import re
@@ -16,24 +16,27 @@ LINE = re.compile(
     re.IGNORECASE,
 )
 LONGEST = 200  # characters of a statement
-WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\b|\\(?=[()])|[\\{}$*\"'`\[\]]")
+WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\b|[\\{}$*\"'`\[\]<>]")
 FILLER = re.compile(
-    r"""(?: \b(?:i|we)\s+(?:think|believe|guess|say|choose|chose|pick|select|would\s+(?:say|choose|pick|go\s+with))\b
+    r"""(?: \b(?:i|we)\s+(?:(?:would|d|will|ll)\s+)?(?:think|believe|guess|say|choose|chose|pick|select|go\s+with)\b
+      | \b(?:i|we)\s+(?:am|m|are|re)\s+(?:\w{1,20}\s+)?(?:sure|certain|confident)\b
       | \b(?:it|this|that|the|my|correct|right|best|final|answer|option|choice|letter|is|was|s|must|should|would|be
             |probably|likely|most|clearly|definitely|certainly|therefore|thus|so|hence)\b
-      | [\s:,] )*""",
+      | [\s:,=→✅-] )*""",
     re.IGNORECASE | re.VERBOSE,
 )
 LETTER = re.compile(
-    r"""(?: \(([A-J])\)                              # (B)
-      | ([A-J])(?=\s*(?:[.):,;/&!]|-\s|\u2014|$)|\s+\(\w\w)  # B.   B) Paris   B - Paris   B (Paris)
+    r"""(?: \(\s*([A-J])\s*\)                              # (B)
+      | ([A-J])(?=\s*(?:[.):,;!|]|[/&]\s*\(?[A-J]\b|-\s|\u2014|$)|\s+\(\w\w)  # B.   B) Paris   B - Paris   B (Paris)
       | ((?-i:[B-HJ]))(?=\s+\w\w)                # B which
-      | ((?-i:[AI]))(?=\s+(?:because|since|as|and|or)\b)
-    )""",
+      | ((?-i:[AI]))(?=\s+(?:because|since|as|and|or|is)\b)
+    )(?!\s+is\s+(?:not|wrong|incorrect|false)\b)""",
     re.IGNORECASE | re.VERBOSE,
 )
 ANOTHER = re.compile(  # A or B
-    r"[\s.):]*(?:[,;/&]|\bor\b|\band\b)\s*(?:or\b|and\b)?\s*(?i:option\s+|choice\s+)?(?:\([A-Ja-j]\)|[A-J](?!\w))"
+    r"""[\s.):]* (?:\(\s*)? (?: [,;/&+|] | \b(?:or|and|vs|then)\b ) [\s.]* (?:(?:or|and|maybe|possibly|perhaps)\b)? \s*
+    (?:(?:option|choice)\s+)? (?: \([A-J]\) | (?-i:[A-J])(?!\w) )""",
+    re.IGNORECASE | re.VERBOSE,
 )
 
 
