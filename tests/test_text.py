@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from lib.agent.parsers import parse_hermes, parse_llama3_json, parse_qwen3_coder
 from rewards import (
     answers,
-    arithmetic,
     code,
-    countdown,
     gsm8k,
     judge,
     math_dapo,
