@@ -17,7 +17,8 @@ from lib.agent.parsers import call_beginning, get_tool_parser
 from lib.agent.program import Agent, AgentFailed, reward_of
 from lib.agent.token_tree import Answer, Request, RowFull, TokenTree
 from lib.agent.tools import BaseTool, in_thread
-from lib.rollout import Generated, Sampling, response_texts, turn_seed
+from lib.data import response_texts
+from lib.rollout import Generated, Sampling, turn_seed
 
 CANCEL_S = 2.0  # how long an async agent may take to end when it is cancelled
 OF_SUMMARY = Options(None, n=1, stop=(), seed=None, logprobs=False, calls_tools=False, stream=False, stream_usage=False)

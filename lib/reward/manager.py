@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
+from lib.data import response_texts
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum
 from lib.reward.scorers import Scorer
-from lib.rollout import NoRecorder, response_texts
+from lib.rollout import NoRecorder
 from lib.sandbox import ARGUMENTS, LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
 from lib.sandbox.pool import Pool
 from lib.seeds import seeded

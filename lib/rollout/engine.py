@@ -8,25 +8,23 @@ Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for ea
 to the loss. Each response has its own seed, so it depends on neither its batch nor its rank. rollout_log_probs belong
 to the distribution that was sampled from (temperature, top-p, top-k and min-p applied)."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.columns import COLUMNS
 from lib.core_algos import splitmix64
+from lib.data.special_tokens import end_of_turn
 from lib.data.vision import Media
 from lib.data_proto import DataProto
 from lib.distributed import Metric, all_reduce_max
@@ -155,40 +153,6 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     eos = model.generation_config.eos_token_id
     ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id, end_of_turn(tokenizer)}
     return sorted(i for i in ids if i is not None)
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template puts behind what the assistant says."""
-    said = "What the assistant says."
-    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": said}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (ValueError, TypeError, TemplateError):  # there is none, or it takes other messages only
-        return None
-    [first, *_] = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False) or [None]
-    return first if first in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[first].special else None
-
-
-# in the names of special tokens that begin or end texts and turns, pad, or stand for images
-CONTROL = re.compile(
-    r"(?i)(?<![a-z])(?:im|pad|eo[stm](?:_id)?|(?:begin|start|end)_?of_?(?:text|turn)|turn|user|assistant|system"
-    r"|header_id|observation|return|image|img|vision|video|audio)(?![a-z])|<\|call\|>|</?s>"
-)
-
-
-@lru_cache(maxsize=8)
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Special tokens that are no part of what a response says, unlike <think>, <|channel|> or [TOOL_CALLS]."""
-    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    named = {getattr(tokenizer, f"{name}_id") for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
-    return frozenset(i for i in special if i in named | {end_of_turn(tokenizer)} or CONTROL.search(special[i]))
-
-
-def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]) -> list[str]:
-    """What responses say: their texts without control tokens."""
-    control = control_tokens(tokenizer)
-    said = [[token for token in response if token not in control] for response in responses]
-    return tokenizer.batch_decode(said, skip_special_tokens=False)
 
 
 def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None:
