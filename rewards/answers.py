@@ -34,7 +34,8 @@ MARK = re.compile(f"</?{TAG}>|" + "|".join(map(re.escape, {mark for pair in PAIR
 def without_thoughts(response: str) -> str:
     """The response without thoughts: between <think> and </think> or another model's marks; before a </think> whose
     <think> is part of the prompt; after a <think> that is never closed. In a thought only its own end counts."""
-    kept, start, closed_by = [], 0, ""
+    kept: list[str] = []
+    start, closed_by = 0, ""
     for mark in MARK.finditer(response):
         name = mark[0].lower()
         if name == closed_by:
@@ -58,7 +59,7 @@ CHARACTERS |= dict.fromkeys(map(ord, "\u00a0\u1680\u202f\u205f\u3000\t"), " ") |
 CHARACTERS |= dict.fromkeys(map(ord, "\r\v\f\x85\u2028\u2029"), "\n")
 CHARACTERS |= dict.fromkeys([0xAD, 0x2060, 0xFEFF, *range(0x200B, 0x2010), *range(0x202A, 0x202F)], "")  # not visible
 CHARACTERS |= dict.fromkeys(map(ord, "‘’‚‛"), "'") | dict.fromkeys(map(ord, "“”„‟"), '"')
-CHARACTERS |= str.maketrans("⁄∕∗∶。、【】〔〕「」『』", "//*:.,[][][][]")
+CHARACTERS |= dict(zip(map(ord, "⁄∕∗∶。、【】〔〕「」『』"), "//*:.,[][][][]"))
 THOUSANDS = re.compile("(?<![\\d.,])\\d{1,3}(?:[\u00a0\u2007\u2008\u2009\u202f]\\d{3})+(?!\\d)")
 LONG_DASH_AS_SIGN = re.compile(r"(?<!\w)[\u2014\u2015](?=[\d.$\\])")
 
@@ -75,8 +76,13 @@ def plain(text: str) -> str:
 TURN = re.compile(r"<\|[^<>|\n]{1,40}\|>|</?s>|<eos>|<(?:start|end)_of_turn>|<turn\|>|\[/?INST\]")  # where a turn ends
 BEFORE = r"""(?<![^\s>"'(\[{:=#$*_])(?<![\d)\]}] )"""  # so that 2**3 and 2 *3* 4 stay
 EMPHASIS = [
-    re.compile(rf"{BEFORE}({mark})(?![\s{sign}',;:)])([^{sign}\n]*[^{sign}\s])\1(?![^\W_]|{re.escape(sign)})")
-    for mark, sign in ((r"\*{1,3}", "*"), ("_{1,3}", "_"), ("`", "`"))
+    re.compile(rf"{BEFORE}({mark})(?![\s{sign}',;:)])({inside}*(?<![\s{sign}]))\1(?![^\W_]|{re.escape(sign)})")
+    for mark, sign, inside in (
+        (r"\*{2,3}", "*", r"(?:[^*\n]|\*(?!\*))"),
+        (r"\*", "*", r"[^*\n]"),
+        ("_{1,3}", "_", r"[^_\n]"),
+        ("`", "`", r"[^`\n]"),
+    )
 ]
 
 

@@ -59,11 +59,13 @@ def read_number(statement: str) -> str | None:
     statement = WRAPPING.sub(" ", last_boxed(statement) or statement)
     statement = POWER_OF_TEN.sub(r"e\1", " ".join(statement.split()))
     statement = SPACED.sub(lambda number: number[0].replace(" ", ""), statement)
-    found, more = None, True
+    found = None
     for part in (statement, statement.rpartition("=")[2]):
-        if more and (number := FLEXIBLE.match(part, LEAD.match(part).end())):
-            found, more = number[0], NOT_ONE_NUMBER.match(part, number.end())
-    return None if found is None else "" if more else canonical(found)
+        if number := FLEXIBLE.match(part, LEAD.match(part).end()):
+            if not NOT_ONE_NUMBER.match(part, number.end()):
+                return canonical(number[0])
+            found = ""
+    return found
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, method="strict", **kwargs) -> dict:

@@ -36,10 +36,11 @@ CONTROL = re.compile(
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Special tokens that are no part of what a response says, unlike <think>, <|channel|> or [TOOL_CALLS]."""
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    named = {getattr(tokenizer, f"{name}_id") for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES} | {
-        end_of_turn(tokenizer)
+    roles = {
+        end_of_turn(tokenizer),
+        *(getattr(tokenizer, f"{name}_id") for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES),
     }
-    return frozenset(number for number, name in special.items() if number in named or CONTROL.search(name))
+    return frozenset(number for number, name in special.items() if number in roles or CONTROL.search(name))
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]) -> list[str]:

@@ -380,6 +380,9 @@ ANSWERS: dict[str, list] = {
         ({"target": 2, "numbers": [6, 4]}, "<answer>6\u00a0- 4</answer>", 1),
         ({"target": 24, "numbers": [4, 6, 1]}, "<answer>4 *6* 1</answer>", 1),
         ({"target": 24, "numbers": [4, 6]}, "<answer>4*\n6</answer>", 1),
+        ({"target": 24, "numbers": [4, 6]}, "<answer>**4*6**</answer>", 1),
+        ({"target": 24, "numbers": [4, 6]}, "**<answer>4*6</answer>**", 1),
+        ({"target": 24, "numbers": [4, 6]}, "<answer>4**6</answer>", 0),
     ],
     "arithmetic": [
         ("422", "12,12,4=422", 1),
