@@ -3,6 +3,7 @@ r"""Answers in many forms, with what a careful person decides: truth, response, 
 Thoughts, turns of an episode, signs and dashes, spaces, Markdown, forms of a number, of a letter, of a line. Answers in
 the form that a prompt asks for have verl's verdict where the scorer has verl's name, but as its docstring says."""
 
+import json
 from importlib import import_module
 
 import numpy as np
@@ -419,6 +420,28 @@ def test_an_answer_is_right_or_wrong(scorer, truth, response, right):
     assert accuracy(name, truth, response, **({"method": method} if method else {})) == right
 
 
+GCD = {"task": "gcd", "task_kwargs": {"size": 1}, "entry": {"question": "?", "answer": "-3", "metadata": {}}}
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("<answer>-3</answer>", 1),
+        ("<answer>\u22123</answer>", 1),
+        ("<answer>**-3**</answer>", 1),
+        ("So it is\n**\u20133**", 1),
+        ("<think>5</think>-3", 1),
+        ("<think>-3</think>5", 0),
+        ("<answer>-3</answer></think>5", 0),
+        ("<think><answer>-3</answer>", 0),
+    ],
+)
+def test_an_answer_to_a_task_of_reasoning_gym(response, right):
+    assert accuracy("reasoning_gym", json.dumps(GCD), response) == right
+    dashes = GCD | {"entry": GCD["entry"] | {"answer": "\u22123"}}  # then the task's own signs count
+    assert accuracy("reasoning_gym", json.dumps(dashes), "<answer>\u22123</answer>") == 1
+
+
 # ---- truths ----
 
 ONE = {"gsm8k": "#### 18", "math_dapo": "Answer: 18", "arithmetic": "=18", "search_qa": "<answer>18</answer>"}
@@ -449,6 +472,10 @@ def test_a_truth_is_one_text_or_number(scorer, truth):
         ("multiple_choice", ["B"], "Answer: B", 1),
         ("multiple_choice", "B) Paris", "Answer: B", 1),
         ("multiple_choice", "\uff22", "Answer: B", 1),
+        ("math", ["-3"], "The answer is \u22123", 1),
+        ("math", "\u22123", "\\boxed{-3}", 1),
+        ("math", 3.0, "\\boxed{3}", 1),
+        ("geometry3k", 51, "\\boxed{51}", 1),
         ("search_qa", 1999, "<answer>1999</answer>", 1),
         ("search_qa", [1999.0, "99"], "<answer>1999</answer>", 1),
         ("search_qa", {"target": 1999}, "<answer>1999</answer>", 1),
@@ -467,7 +494,7 @@ GAME = {"target": 24, "numbers": [4, 6]}
 BAD = {
     "gsm8k": [*NONE, "-", ".", "x", "eighteen", "18 or 19", "18/2", "#### ", "18\n####", "$"],
     "math_dapo": [*NONE, "$", '"', "cm", "."],
-    "arithmetic": NONE,
+    **dict.fromkeys(("arithmetic", "math", "geometry3k"), NONE),
     "multiple_choice": [*NONE, "Paris", "AB", "A or B", 1, "1", "K", "a cat"],
     "search_qa": [None, "", " ", [], [""], {}, {"a": 1}, {"target": []}, {"target": None}, [None], ["a", None], True],
     "countdown": [*NONE, "24", 24, "{", *({**GAME, "target": target} for target in (None, "x", [24]))]

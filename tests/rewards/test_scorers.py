@@ -914,6 +914,19 @@ def test_the_judge_sees_question_reference_and_rubric(monkeypatch):
             judged(lambda *_: "Score: 1", concurrency=wrong)
 
 
+def test_a_judge_sees_no_thoughts_and_compares_with_a_truth():
+    def reply(prompt, _):
+        assert "hm<" not in prompt and ">hm" not in prompt and "It is 4." in prompt
+        return "Score: 6\nVerdict: A"
+
+    for response in ("<think>hm</think>It is 4.", "hm</think>It is 4.", "It is 4.<think>hm"):
+        assert judged(reply, response)[0] == {"score": 0.6}
+        assert judged(reply, response, function=judge.compute_score_pairwise)[0]["score"] == 0.5
+    for truth in (None, ""):
+        with pytest.raises(InputError, match="a row has no reward_model"):
+            judged(reply, truth=truth, function=judge.compute_score_pairwise)
+
+
 def test_a_judge_without_a_reference():
     kwargs = {"prompt_template": "Grade {response}", "info": None}
     assert judged(lambda *_: "Score: 5", truth=None, **kwargs)[0] == {"score": 0.5}
