@@ -59,6 +59,7 @@ def read_number(statement: str) -> str | None:
     statement = WRAPPING.sub(" ", last_boxed(statement) or statement)
     statement = POWER_OF_TEN.sub(r"e\1", " ".join(statement.split()))
     statement = SPACED.sub(lambda number: number[0].replace(" ", ""), statement)
+    statement = re.sub(r"(?<!\w)- (?=[\d.$])", "-", statement)
     found = None
     for part in (statement, statement.rpartition("=")[2]):
         if number := FLEXIBLE.match(part, LEAD.match(part).end()):
