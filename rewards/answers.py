@@ -3,6 +3,7 @@ turns, signs, spaces and Markdown alike, and its truth through one_truth(). Take
 """
 
 import json
+import math
 import re
 import unicodedata
 from contextlib import suppress
@@ -53,9 +54,7 @@ def without_thoughts(response: str) -> str:
 _FORMS = [*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)]  # fullwidth characters; bold and other letters and digits
 CHARACTERS = {code: unicodedata.normalize("NFKC", chr(code)) for code in _FORMS}
 CHARACTERS |= dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe58\ufe63\uff0d\u2796"), "-")
-CHARACTERS |= dict.fromkeys(map(ord, "\u00a0\u1680\u202f\u205f\u3000\t"), " ") | dict.fromkeys(
-    range(0x2000, 0x200B), " "
-)
+CHARACTERS |= dict.fromkeys([0x09, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000], " ")
 CHARACTERS |= dict.fromkeys(map(ord, "\r\v\f\x85\u2028\u2029"), "\n")
 CHARACTERS |= dict.fromkeys([0xAD, 0x2060, 0xFEFF, *range(0x200B, 0x2010), *range(0x202A, 0x202F)], "")  # not visible
 CHARACTERS |= dict.fromkeys(map(ord, "‘’‚‛"), "'") | dict.fromkeys(map(ord, "“”„‟"), '"')
@@ -111,13 +110,8 @@ def one_truth(scorer: str, data_source: str, ground_truth, wanted: str = "one te
         [truth] = truth
     if isinstance(truth, float) and truth.is_integer():
         truth = int(truth)  # a column of whole numbers and gaps has become one of floats
-    text = plain(str(truth)).strip()
-    if (
-        not text
-        or isinstance(truth, bool)
-        or not isinstance(truth, str | int | float)
-        or text in ("nan", "inf", "-inf")
-    ):
+    is_value = math.isfinite(truth) if isinstance(truth, float) else type(truth) in (str, int)
+    if not is_value or not (text := plain(str(truth)).strip()):
         raise bad_truth(scorer, data_source, ground_truth, wanted)
     return text
 

@@ -54,8 +54,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, f
     Raises InputError for a truth of another form."""
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-        target, given = Fraction(str(truth["target"])), Counter(int(str(number)) for number in truth["numbers"])
-    except (ValueError, TypeError, LookupError):
+        target = Fraction(str(truth["target"]))
+        given = Counter(int(str(number).removesuffix(".0")) for number in truth["numbers"])
+    except (ValueError, TypeError, LookupError, ZeroDivisionError):
         target, given = Fraction(0), Counter()
     if not given:
         raise bad_truth("countdown", data_source, ground_truth, 'numbers as {"target": 24, "numbers": [4, 6]}')

@@ -483,7 +483,7 @@ def test_a_truth_is_one_text_or_number(scorer, truth):
         ("search_qa", {"target": 1999}, "<answer>1999</answer>", 1),
         ("search_qa", ("NYC", "New York"), "<answer>NYC</answer>", 1),
         ("countdown", {"target": "24", "numbers": ["4", "6"]}, "<answer>4*6</answer>", 1),
-        ("countdown", {"target": 24.0, "numbers": np.array([4, 6])}, "<answer>4*6</answer>", 1),
+        ("countdown", {"target": 24.0, "numbers": np.array([4.0, 6.0])}, "<answer>4*6</answer>", 1),
     ],
 )
 def test_other_truths(scorer, truth, response, right):
@@ -499,7 +499,7 @@ BAD = {
     **dict.fromkeys(("arithmetic", "math", "geometry3k"), NONE),
     "multiple_choice": [*NONE, "Paris", "AB", "A or B", 1, "1", "K", "a cat"],
     "search_qa": [None, "", " ", [], [""], {}, {"a": 1}, {"target": []}, {"target": None}, [None], ["a", None], True],
-    "countdown": [*NONE, "24", 24, "{", *({**GAME, "target": target} for target in (None, "x", [24]))]
+    "countdown": [*NONE, "24", 24, "{", *({**GAME, "target": target} for target in (None, "x", [24], "1/0"))]
     + [{**GAME, "numbers": numbers} for numbers in (None, [], 4, ["x"], [4.5])],
     "reasoning_gym": [*NONE, "18", "{}", '{"task": "gcd"}'],
 }
