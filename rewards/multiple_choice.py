@@ -12,7 +12,8 @@ import re
 from rewards.answers import answer_text, bad_truth, boxes, last_tagged, one_truth
 
 LINE = re.compile(
-    r"(?:answer(?: choice| option)?|(?:correct|right|best) (?:choice|option))\**\s*(?::|=|-|\bis\b|\n)[\s:]*([^\n]*)",
+    r"(?:answer(?: choice| option)?|(?:correct|right|best) (?:choice|option))\**\s*(?::|=|-|\bis\b|\n)[\s:]*"
+    r"(?=([^\n]{0,200}))",  # ahead, as another may follow in the line: "Answer: by the above, the answer is B"
     re.IGNORECASE,
 )
 LONGEST = 200  # characters of a statement
