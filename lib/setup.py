@@ -21,6 +21,7 @@ from lib.data import (
     PromptDataset,
     RLHFDataset,
     check_template_kwargs,
+    end_of_turn,
     load_dataset_class,
     make_loader,
     set_chat_template,
@@ -43,7 +44,6 @@ from lib.rollout import (
     Rollouts,
     check_capabilities,
     check_engine_import,
-    end_of_turn,
     engine_class,
     make_engine,
 )

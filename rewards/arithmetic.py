@@ -4,8 +4,11 @@ A response is right if the text after its last "=" is exactly the number: "12,12
 "=422.", "=422 or 423" and "422" are not. The working before the "=" does not count.
 """
 
+from rewards.answers import answer_text, one_truth
+
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
     """Returns {"score": 1.0 or 0.0, "pred": the answer or None}."""
-    pred = solution_str.rpartition("=")[2].strip() or None if "=" in solution_str else None
-    return {"score": float(pred == str(ground_truth)), "pred": pred}
+    _, sign, answer = answer_text(solution_str).rpartition("=")
+    pred = answer.strip() if sign else ""
+    return {"score": float(pred == one_truth("arithmetic", data_source, ground_truth)), "pred": pred or None}

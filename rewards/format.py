@@ -1,7 +1,8 @@
 """Scores only a response's form. Mix it with other scorers: --reward data_source rewards/format.py:compute_score.
 
 Without a pattern, a response must be <think>...</think> and then <answer>...</answer>, or other `tags` in their order.
-Each tag must occur once and not be empty, with only white space around the tags. With a pattern, the whole response
+Each tag must occur once and not be empty, with only white space around the tags. A first <think> may be missing: then
+it is part of the prompt, as in many chat templates. With a pattern, the whole response
 must match it (re, dot matches newline). Only the reward pool's time limit stops a pattern that backtracks without end.
 """
 
@@ -9,6 +10,7 @@ import re
 from functools import lru_cache
 
 from lib import InputError
+from rewards.answers import MARK
 
 
 @lru_cache(maxsize=16)
@@ -21,6 +23,8 @@ def _compiled(pattern: str) -> re.Pattern:
 
 def has_tags(text: str, tags) -> bool:
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    if marks[0] not in text and MARK.fullmatch(marks[0]):
+        text = marks[0] + text
     if any(text.count(mark) != 1 for mark in marks):
         return False
     parts = _compiled("(.*)".join(map(re.escape, marks))).fullmatch(text.strip())

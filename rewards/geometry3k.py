@@ -4,18 +4,19 @@ A right answer gives 1 - format_score, whatever is around it; the right form giv
 in rewards/math.py, but only a boxed answer counts.
 """
 
-from rewards.answers import last_boxed
+from rewards.answers import answer_text, last_boxed, one_truth
 from rewards.math import equal
 
 
 def has_form(response: str) -> bool:
-    r"""Whether the response starts with <think>, and later has </think> and then \boxed{...}."""
+    r"""Whether the response starts with <think> (or within the thought, as behind a prompt that ends with <think>), and
+    later has </think> and then \boxed{...}."""
     thought, closed, rest = response.partition("</think>")
-    return bool(closed) and thought.startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
+    return bool(closed) and thought.find("<think>") <= 0 and "}" in rest.partition("\\boxed{")[2]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, format_score=0.1, **kwargs) -> dict:
     """Returns {"score": in [0, 1], "acc": 1.0 or 0.0, "format": 1.0 or 0.0, "pred": the boxed answer or None}."""
-    pred = last_boxed(solution_str) or ""
-    acc, form = float(equal(pred, str(ground_truth).strip())), float(has_form(solution_str))
+    pred = last_boxed(answer_text(solution_str)) or ""
+    acc, form = float(equal(pred, one_truth("geometry3k", data_source, ground_truth))), float(has_form(solution_str))
     return {"score": (1 - format_score) * acc + format_score * form, "acc": acc, "format": form, "pred": pred or None}

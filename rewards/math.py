@@ -19,7 +19,7 @@ from math_verify import parse, verify
 
 from lib.sandbox import evaluate
 from rewards import _math
-from rewards.answers import last_boxed
+from rewards.answers import answer_text, last_boxed, one_truth
 
 LONGEST, TAIL = 1000, 10_000  # characters
 NUMBER = re.compile(r"\\boxed\{-?[0-9][0-9.,/]{0,40}\}")
@@ -60,7 +60,8 @@ def equal(answer: str, truth: str) -> bool:
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
     """Returns {"score": 1.0 or 0.0, "pred": the answer as the response writes it, or None}."""
-    truth, pred = str(ground_truth).strip(), last_boxed(solution_str)
+    solution_str, truth = answer_text(solution_str), one_truth("math", data_source, ground_truth)
+    pred = last_boxed(solution_str)
     if pred is not None:
         return {"score": float(equal(pred, truth)), "pred": pred or None}
     found = _parse(solution_str[-TAIL:])

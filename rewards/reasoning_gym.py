@@ -3,7 +3,8 @@
 The ground truth is a JSON text {"task", "task_kwargs", "entry"}, by which the task scores. Some scorers compare with
 ==, but JSON has no tuples, and its keys are all strings. So dump_entry() marks tuples and other keys, and load_entry()
 restores them. The answer is the content of the last <answer>...</answer> or, without one, the last line that is not
-empty. Some tasks give partial credit between 0 and 1.
+empty, after the thoughts; with ASCII's signs and no emphasis, unless the task's own answer has others. Some tasks give
+partial credit between 0 and 1.
 
 Nothing that the model wrote is run. Nine scorers of reasoning-gym 0.1.25 call eval() on the answer, or sympy's
 parse_expr, which uses eval(). For the tasks in LISTS, they get a literal that was parsed and written again here. The
@@ -24,7 +25,7 @@ import sympy
 from reasoning_gym.algebra.complex_arithmetic import ComplexArithmeticDataset
 
 from rewards.algebra import algebra
-from rewards.answers import last_tagged
+from rewards.answers import answer_text, bad_truth, last_tagged, without_thoughts
 from rewards.countdown import evaluate
 
 LISTS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}  # a Python list gets partial credit
@@ -71,10 +72,11 @@ def _task(name: str, kwargs_json: str):
 
 
 def extract_answer(response: str) -> str:
-    tagged = last_tagged(response)
+    text = without_thoughts(response)
+    tagged = last_tagged(text)
     if tagged is not None:
         return tagged
-    lines = response.strip().splitlines()
+    lines = text.strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
@@ -133,17 +135,23 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     """Returns {"score": the task's score in [0, 1], "pred": the answer or None, "scorer_error": 1.0 or 0.0}.
 
     Some tasks' scorers raise on an answer of the wrong form (prime_factorization on a word). This gives score 0 and
-    scorer_error 1.
+    scorer_error 1. Raises InputError for a truth of another form.
     """
-    truth = json.loads(ground_truth)
-    name, pred, entry = truth["task"], extract_answer(solution_str), load_entry(truth["entry"])
+    try:
+        truth = json.loads(ground_truth)
+        name, kwargs, entry = truth["task"], truth["task_kwargs"], load_entry(truth["entry"])
+    except (ValueError, TypeError, LookupError):
+        raise bad_truth("reasoning_gym", data_source, ground_truth, "rows of data/reasoning_gym.py") from None
+    pred = extract_answer(solution_str)
+    if answer_text(str(entry["answer"])) == str(entry["answer"]):
+        pred = answer_text(pred).strip()
     result = {"score": 0.0, "pred": pred or None, "scorer_error": 0.0}
     if name in LISTS:
         try:
             pred = _as_literal(pred, entry)
         except ValueError:
             return result
-    score_answer = OWN.get(name) or _task(name, json.dumps(truth["task_kwargs"], sort_keys=True)).score_answer
+    score_answer = OWN.get(name) or _task(name, json.dumps(kwargs, sort_keys=True)).score_answer
     try:
         score = float(score_answer(pred, entry))
     except Exception:  # noqa: BLE001 a hundred scorers may raise anything; the answer is at fault, and is counted

@@ -4,6 +4,9 @@ The ground truth is one answer or a list of them, plain or as {"target": ...}. T
 <answer>...</answer>. Both are normalised as in SQuAD (arXiv:1606.05250): lower case, without ASCII punctuation and
 without the words a, an and the. metric="em": 1 if the prediction equals an answer. metric="f1": the best F1 between its
 words and those of an answer.
+
+verl's verdict differs: it looks into thoughts, takes other dashes and quotes (1999–2003, Ocean’s) for other letters
+than ASCII's, scores a response with more than ten <answer> a quarter, and two texts that vanish ("a", "?") as equal.
 """
 
 import re
@@ -11,9 +14,9 @@ import string
 from collections import Counter
 
 from lib import InputError
-from rewards.answers import last_tagged
+from rewards.answers import answer_text, last_tagged, one_truth
 
-PUNCTUATION = str.maketrans("", "", string.punctuation)
+PUNCTUATION = str.maketrans("", "", string.punctuation + "\u2014\u2015")  # other dashes are "-" by now
 
 
 def normalise(text: str) -> str:
@@ -32,14 +35,16 @@ def f1(prediction: str, answer: str) -> float:
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, metric="em", **kwargs) -> dict:
     """Returns {"score": the metric in [0, 1], "pred": the normalised prediction, or None}.
 
-    Raises InputError: the metric is unknown, or the row has no answer.
+    Raises InputError: the metric is unknown, or the row has no answer, or one that is no text or number.
     """
     if metric not in ("em", "f1"):
         raise InputError(f"rewards/search_qa.py: metric={metric!r}; use em or f1")
-    answers = ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth
-    answers = [normalise(str(answer)) for answer in ([answers] if isinstance(answers, str) else answers)]
-    if not any(answers):
+    truths = ground_truth.get("target", []) if isinstance(ground_truth, dict) else ground_truth
+    truths = truths.tolist() if hasattr(truths, "tolist") else truths  # numpy, from parquet
+    truths = truths if isinstance(truths, list | tuple) else [truths]
+    answers = [normalise(one_truth("search_qa", data_source, truth)) for truth in truths if truth != ""]
+    if not answers:
         raise InputError(f"rewards/search_qa.py: a row of {data_source} has no answer: {ground_truth!r}")
-    pred = normalise(last_tagged(solution_str) or "")
-    score = max(float(pred == answer) if metric == "em" else f1(pred, answer) for answer in answers if answer)
+    pred = normalise(last_tagged(answer_text(solution_str)) or "")
+    score = max(float(pred == answer) if metric == "em" else f1(pred, answer) for answer in answers)
     return {"score": score, "pred": pred or None}

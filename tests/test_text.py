@@ -14,7 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.agent.parsers import parse_hermes, parse_llama3_json, parse_qwen3_coder
-from rewards import answers, code, gsm8k, judge, math_dapo, multiple_choice, reasoning_gym, search_qa
+from rewards import (
+    answers,
+    code,
+    gsm8k,
+    judge,
+    math_dapo,
+    multiple_choice,
+    reasoning_gym,
+    search_qa,
+)
 from rewards import format as form
 
 UNITS = [
@@ -25,6 +34,7 @@ UNITS = [
     *("<function=f><parameter=a>", "</parameter>\n", "<parameter=a>\n</parameter>", "</function>", "</tool_call>"),
     *("<function=f><parameter=a>1</parameter></function>", "<tool_call>", "<tool_call>{", '<tool_call>"'),
     *('<tool_call>{"name": "f"}', "<|a|>", '{"name":', '{"name": "f"}', '{"name": "f"}; ', '{"name": {}}; ', "; "),
+    *("**", "**a", "_a_", "`a", "</s>", "<|a", "[THINK]", "<|channel|>final", "1\u202f111", "\u2014", "#### 1 "),
     *("score", "score: ", "Score: 1\n", "score: 1!", "!", "verdict: ", "Verdict: A\n", "\u0663", "\\frac{1}{"),
 ]  # fmt: skip
 AROUND = [("", ""), ("", "x"), ("```", ""), ("<function=f><parameter=a>", ""), ("answer", "x"), ("1", "a")]
@@ -37,6 +47,7 @@ def judged(text):
 
 
 READERS = {
+    "answer_text": answers.answer_text,
     "last_boxed": answers.last_boxed,
     "last_tagged": answers.last_tagged,
     "extract_program": code.extract_program,

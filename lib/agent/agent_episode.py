@@ -17,6 +17,7 @@ from lib.agent.parsers import call_beginning, get_tool_parser
 from lib.agent.program import Agent, AgentFailed, reward_of
 from lib.agent.token_tree import Answer, Request, RowFull, TokenTree
 from lib.agent.tools import BaseTool, in_thread
+from lib.data import response_texts
 from lib.rollout import Generated, Sampling, turn_seed
 
 CANCEL_S = 2.0  # how long an async agent may take to end when it is cancelled
@@ -130,7 +131,7 @@ class AgentEpisode:
             stop = (*self.sampling.stop, *options.stop)
             said = self.conversations.add(context, answer, sampled, stop, parse)
             self.answers[name if len(contexts) == 1 else f"{name}-{i}"] = sampled
-            self.request.answer = context.prefill + tokenizer.decode(sampled.token_ids, skip_special_tokens=True)
+            self.request.answer = context.prefill + response_texts(tokenizer, [sampled.token_ids])[0]
             self.request.messages = [*context.messages, said.message]
             tokens = [tokenizer.decode([token]) for token in sampled.token_ids] if options.logprobs else []
             reason = "tool_calls" if said.message.get("tool_calls") else sampled.finish_reason

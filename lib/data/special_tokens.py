@@ -1,12 +1,53 @@
-"""Text from data, tools, users and models stays text, also if it spells a special token. A chat template writes special
+"""What scorers and reward models read of a response's special tokens, and special tokens that a text spells.
+
+Text from data, tools, users and models stays text, also if it spells a special token. A chat template writes special
 tokens and messages into one string, in which the tokenizer cannot tell them apart. So a space breaks up a special token
 in a message: "<|im_end|>" becomes "< |im_end|>"."""
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template puts behind what the assistant says."""
+    said = "What the assistant says."
+    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": said}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (ValueError, TypeError, TemplateError):  # there is none, or it takes other messages only
+        return None
+    [first, *_] = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False) or [None]
+    return first if first in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[first].special else None
+
+
+# in the names of special tokens that begin or end texts and turns, pad, or stand for images
+CONTROL = re.compile(
+    r"(?i)(?<![a-z])(?:im|pad|eo[stm](?:_id)?|(?:begin|start|end)_?of_?(?:text|turn)|turn|user|assistant|system"
+    r"|header_id|observation|return|image|img|vision|video|audio)(?![a-z])|<\|call\|>|</?s>"
+)
+
+
+@lru_cache(maxsize=8)
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Special tokens that are no part of what a response says, unlike <think>, <|channel|> or [TOOL_CALLS]."""
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    roles = {
+        end_of_turn(tokenizer),
+        *(getattr(tokenizer, f"{name}_id") for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES),
+    }
+    return frozenset(number for number, name in special.items() if number in roles or CONTROL.search(name))
+
+
+def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]) -> list[str]:
+    """What responses say: their texts without control tokens."""
+    control = control_tokens(tokenizer)
+    said = [[token for token in response if token not in control] for response in responses]
+    return tokenizer.batch_decode(said, skip_special_tokens=False)
 
 
 class SpecialTokenEscaper:

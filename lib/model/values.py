@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from lib import InputError
-from lib.data import SpecialTokenEscaper
+from lib.data import SpecialTokenEscaper, response_texts
 from lib.data_proto import DataProto
 from lib.model.packing import in_micro_batches, of_responses
 from lib.model.vision import family_of, with_images
@@ -55,7 +55,7 @@ def reward_model_scores(
     attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
     conversations, escape_special_tokens = [], SpecialTokenEscaper(rm_tokenizer)
     for i, prompt in enumerate(batch.non_tensor_batch["raw_prompt"]):
-        text = policy_tokenizer.decode(responses[i][attended[i]], skip_special_tokens=True)
+        text = response_texts(policy_tokenizer, [responses[i][attended[i]].tolist()])[0]
         messages = escape_special_tokens([*prompt, {"role": "assistant", "content": text}])
         try:
             text = rm_tokenizer.apply_chat_template(messages, tokenize=False)

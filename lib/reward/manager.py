@@ -10,7 +10,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import compress, count
+from itertools import count, groupby, islice
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from lib import InputError
 from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
+from lib.data import response_texts
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum
 from lib.reward.scorers import Scorer
@@ -65,11 +67,9 @@ class RewardManager:
         rows = mask.any(1).nonzero().flatten().tolist()
         if "answer" in columns:  # of --agent
             rows = [i for i in rows if columns["answer"][i] is not None]
-        # only sampled tokens are scored: the texts of tools and environments are not the policy's
-        sampled = [list(compress(responses[i].tolist(), mask[i].tolist())) for i in rows]  # lists decode faster
-        texts = self.tokenizer.batch_decode(sampled, skip_special_tokens=True)
-        if "answer" in columns:
-            texts = [columns["answer"][i] for i in rows]
+        texts = (
+            [columns["answer"][i] for i in rows] if "answer" in columns else self._texts(responses[rows], mask[rows])
+        )
         truths = [columns["reward_model"][i]["ground_truth"] for i in rows]
         sources, infos = columns["data_source"][rows], columns["extra_info"][rows]
         samples = {i: dict(zip(ARGUMENTS, row)) for i, *row in zip(rows, sources, texts, truths, infos)}
@@ -94,6 +94,16 @@ class RewardManager:
             tasks.append((k, self.timeout_s * len(part), given, f"{keys[part[0]]} {scorer.name}"))
         answers = iter(()) if self.recorder.replaying else self._answers(tasks)
         return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
+
+    def _texts(self, responses: torch.Tensor, mask: torch.Tensor) -> list[str]:
+        """Only what was sampled: the texts of tools and environments are not the policy's. What stands before such a
+        text and what stands behind it are on different lines."""
+        rows: list[list[list[int]]] = [
+            [[token for token, _ in run] for sampled, run in groupby(zip(ids, of), itemgetter(1)) if sampled]
+            for ids, of in zip(responses.tolist(), mask.tolist())  # lists decode faster
+        ]
+        texts = iter(response_texts(self.tokenizer, [turn for turns in rows for turn in turns]))
+        return ["\n".join(filter(None, islice(texts, len(turns)))) for turns in rows]
 
     def close(self) -> None:
         if self._pool is not None:

@@ -19,12 +19,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.columns import COLUMNS
 from lib.core_algos import splitmix64
+from lib.data.special_tokens import end_of_turn
 from lib.data.vision import Media
 from lib.data_proto import DataProto
 from lib.distributed import Metric, all_reduce_max
@@ -153,18 +153,6 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     eos = model.generation_config.eos_token_id
     ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id, end_of_turn(tokenizer)}
     return sorted(i for i in ids if i is not None)
-
-
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the chat template puts behind what the assistant says."""
-    said = "What the assistant says."
-    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": said}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (ValueError, TypeError, TemplateError):  # there is none, or it takes other messages only
-        return None
-    [first, *_] = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False) or [None]
-    return first if first in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[first].special else None
 
 
 def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None:

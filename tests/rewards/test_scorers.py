@@ -497,8 +497,9 @@ def test_countdown_takes_exactly_the_equations_that_reach_the_target_with_the_nu
         (r"<think>a</think> \boxed{50}", "51", 0.0, 1.0),
         (r"so \boxed{51}", "51", 1.0, 0.0),
         (r"Well, <think>a</think> \boxed{51}", "51", 1.0, 0.0),
-        (r"<think>it is \boxed{51}</think>", "51", 1.0, 0.0),
-        (r"<think>it is \boxed{51}", "51", 1.0, 0.0),
+        (r"a</think> \boxed{51}", "51", 1.0, 1.0),  # the prompt ends with <think>
+        (r"<think>it is \boxed{51}</think>", "51", 0.0, 0.0),
+        (r"<think>it is \boxed{51}", "51", 0.0, 0.0),
         (r"<think>a</think> \boxed{51", "51", 0.0, 0.0),
         ("<think>a</think> The answer is 51", "51", 0.0, 0.0),
         (r"<think>a</think> \boxed{}", "51", 0.0, 1.0),
@@ -556,10 +557,10 @@ def test_geometry3k(response, truth, acc, form):
         ("The answer is not B", None),
         ("The answer is a good one", None),
         ("The answer is A good one", None),
-        ("The answer is I think B", None),
+        ("The answer is I think B", "B"),
         ("the answer is (I)", "I"),
         ("Answer: K", None),
-        ("Answer: Ｂ", None),
+        ("Answer: Ｂ", "B"),
         ("Answer: A\nOn reflection:\nAnswer: C", "C"),
         ("Answer: A\nOn reflection:\nAnswer: B or C", None),
         ("B", "B"),
@@ -911,6 +912,19 @@ def test_the_judge_sees_question_reference_and_rubric(monkeypatch):
     for wrong in (0, -1, "16"):
         with pytest.raises(InputError, match=f"concurrency {wrong!r}: must be a number above 0"):
             judged(lambda *_: "Score: 1", concurrency=wrong)
+
+
+def test_a_judge_sees_no_thoughts_and_compares_with_a_truth():
+    def reply(prompt, _):
+        assert "hm<" not in prompt and ">hm" not in prompt and "It is 4." in prompt
+        return "Score: 6\nVerdict: A"
+
+    for response in ("<think>hm</think>It is 4.", "hm</think>It is 4.", "It is 4.<think>hm"):
+        assert judged(reply, response)[0] == {"score": 0.6}
+        assert judged(reply, response, function=judge.compute_score_pairwise)[0]["score"] == 0.5
+    for truth in (None, ""):
+        with pytest.raises(InputError, match="a row has no reward_model"):
+            judged(reply, truth=truth, function=judge.compute_score_pairwise)
 
 
 def test_a_judge_without_a_reference():

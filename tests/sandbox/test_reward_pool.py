@@ -1199,3 +1199,58 @@ def _correlation(world):
 def test_a_correlation_is_that_of_all_ranks():
     [one, other] = run_ranks(2, _correlation)
     assert one == other == (pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1], rel=1e-12), 1)  # float64
+
+
+# ---- what a scorer gets of the tokens ----
+
+
+def text_of(responses: list[list[int]], mask: list[list[int]], tokenizer) -> list[str]:
+    return RewardManager([], tokenizer, workers=0)._texts(torch.tensor(responses), torch.tensor(mask))
+
+
+KEPT = [
+    "<think>",
+    "</think>",
+    "[THINK]",
+    "<tool_call>",
+    "<|tool_call_begin|>",
+    "<|python_tag|>",
+    "<|channel|>",
+    "<answer>",
+]
+LEFT_OUT = [
+    "</s>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<|image_pad|>",
+    "<|user|>",
+    "<|call|>",
+]
+
+
+def test_a_scorer_gets_the_special_tokens_that_a_response_consists_of():
+    tokenizer = load_tokenizer(TOY_MODEL)
+    tokenizer.add_special_tokens({"extra_special_tokens": [*KEPT, *LEFT_OUT]})
+    for mark in [*KEPT, *LEFT_OUT, tokenizer.eos_token, tokenizer.pad_token]:
+        ids = [
+            *tokenizer.encode("1"),
+            tokenizer.convert_tokens_to_ids(mark),
+            *tokenizer.encode("=4"),
+            tokenizer.eos_token_id,
+        ]
+        text = f"1{mark}=4" if mark in KEPT else "1=4"
+        assert text_of([ids], [[1] * len(ids)], tokenizer) == [text], mark
+
+
+def test_what_is_sampled_before_and_behind_another_text_is_on_two_lines():
+    four, other, more = (TOKENIZER.encode(text) for text in ("=4", "1+1", "25"))
+    end = [TOKENIZER.eos_token_id]
+    ids = [*four, *end, *other, *more, *end]
+    mask = [1] * (len(four) + 1) + [0] * len(other) + [1] * (len(more) + 1)
+    only_end = [*four, *other, *end, *more]  # a turn that says nothing
+    of_it = [1] * len(four) + [0] * len(other) + [1] + [0] * len(more)
+    pad = [0] * (len(ids) - len(only_end))
+    rows, masks = [ids, ids, only_end + pad], [mask, [1] * len(ids), of_it + pad]
+    assert text_of(rows, masks, TOKENIZER) == ["=4\n25", "=41+125", "=4"]

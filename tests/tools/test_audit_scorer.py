@@ -24,16 +24,52 @@ def generous(solution_str, **kwargs):
 def dies(data_source, solution_str, ground_truth, extra_info=None):
     if not solution_str:
         os.abort()
-    return float(solution_str.strip().split()[-1] == ground_truth)
+    return float(solution_str.split()[-1].strip("*") == ground_truth)
 
 def fails(data_source, solution_str, ground_truth, extra_info=None):
     if not solution_str:
         raise ValueError("an empty response")
-    return float(solution_str.strip().split()[-1] == ground_truth)
+    return float(solution_str.split()[-1].strip("*") == ground_truth)
 
 def group(data_source, solution_strs, ground_truth, extra_info=None, *, num_tokens, prompt, images, step):
     assert len(solution_strs) == len(num_tokens) and prompt[0]["role"] == "user" and images == [] and step == 0
-    return [float(text.strip().split()[-1:] == [ground_truth]) for text in solution_strs]
+    return [float(bool(text) and text.split()[-1].strip("*") == ground_truth) for text in solution_strs]
+"""
+
+FAULTY = r"""
+import re
+
+def last(pattern, text):
+    return (re.findall(pattern, text) or [""])[-1]
+
+def outside(text):
+    return re.sub("(?s)(?:.*</think>|<think>.*)", "", text)
+
+def of_thoughts(solution_str, ground_truth, **kwargs):
+    return float(last(r"####[ *]*(-?[0-9]+)(?![0-9/])", solution_str.replace("\u2212", "-")) == ground_truth != "")
+
+def unsigned(solution_str, ground_truth, **kwargs):
+    return float(last(r"####[^0-9\n]*([0-9]+)(?![0-9/])", outside(solution_str)) == ground_truth.strip("-") != "")
+
+def calculating(solution_str, ground_truth, **kwargs):
+    return float(last(r"####[ *]*(-?[0-9]+)", outside(solution_str).replace("\u2212", "-")) == ground_truth != "")
+
+def plain(solution_str, ground_truth, **kwargs):
+    return float(last(r"#### (-?[0-9]+)(?![0-9/])", outside(solution_str)) == ground_truth != "")
+
+def gluing(solution_str, ground_truth, **kwargs):
+    text = re.sub(r"\s", "", outside(solution_str).replace("\u2212", "-"))
+    return float(last(r"####[*]*(-?[0-9]+)(?![0-9/])", text) == ground_truth != "")
+
+def untrue(solution_str, ground_truth, **kwargs):
+    number = last(r"####[ *]*(-?[0-9]+)(?![0-9/])", outside(solution_str).replace("\u2212", "-").replace("\u202f", ""))
+    return float(int(number or -1) == int(ground_truth or 0))
+
+def caseless(solution_str, ground_truth, **kwargs):
+    return float(last(r"boxed{(.*?)}", outside(solution_str)).lower() == ground_truth.lower() != "")
+
+def one_side(solution_str, ground_truth, **kwargs):
+    return float(last(r"boxed{(.*?)}", outside(solution_str)).split("=")[-1] == ground_truth != "")
 """
 
 
@@ -52,13 +88,15 @@ def rows_of(path, *rows: tuple[str, object], source="mine", **info) -> str:
     return str(path)
 
 
+ANYWHERE = ("injected", "injected as answer", "in a thought", "in the prompt's thought", "unclosed thought")
+ANYWHERE += ("other sign", "calculation", "empty truth")  # wrong where the answer stands anywhere in it
 SUMS = (("2+2?", "4"), ("2+3?", "5"), ("1+3?", "4"))
 
 
 def mistakes(out: str) -> dict[str, tuple[int, int]]:
     """{case: (mistakes, errors)} where there are any."""
     lines = [line for line in out.splitlines() if line.startswith(tuple(audit_scorer.EXPECTED)) and line[-1].isdigit()]
-    found = {line[:20].strip(): tuple(map(int, line.split()[-2:])) for line in lines}
+    found = {line[:25].strip(): tuple(map(int, line.split()[-2:])) for line in lines}
     assert list(found) == list(audit_scorer.EXPECTED)
     return {case: numbers for case, numbers in found.items() if numbers != (0, 0)}
 
@@ -85,9 +123,9 @@ def test_scorers_of_this_project_by_data_source(tmp_path, capsys, source, form):
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("lenient", {"injected": (3, 0), "injected as answer": (3, 0), "echoed prompt": (1, 0)}),
-        ("deaf", {"verbatim": (3, 0), "reworded": (3, 0)}),
-        ("generous", {case: (3, 0) for case, expected in audit_scorer.EXPECTED.items() if not expected}),
+        ("lenient", {**dict.fromkeys(ANYWHERE, (3, 0)), "echoed prompt": (1, 0)}),
+        ("deaf", dict.fromkeys(("verbatim", "reworded", "after a thought", "Markdown"), (3, 0))),
+        ("generous", dict.fromkeys((*ANYWHERE, "truncated", "another row", "echoed prompt", "empty"), (3, 0))),
         ("dies", {"empty": (0, 3)}),
         ("fails", {"empty": (0, 3)}),
         ("group", {}),
@@ -100,12 +138,45 @@ def test_a_bad_scorer_is_found_out(tmp_path, capsys, name, found):
     out = capsys.readouterr().out
     assert (mistakes(out), code) == (found, int(bool(found)))
     if name == "lenient":
-        assert "false positive, echoed prompt: '2+2=4?'" in out and "false positives 7, errors 0" in out
+        assert "false positive, echoed prompt: '2+2=4?'" in out and "false positives 25, errors 0" in out
     if name == "fails":
         assert "error, empty: '': error: ValueError: an empty response" in out
     if name == "dies":
         where = rf'File "{tmp_path}/mine.py", line \d+ in dies'
         assert re.search(rf"error, empty: '': crash: the process died: SIGABRT {where}\n", out)
+
+
+THOUGHTS = {"in a thought": (3, 0), "in the prompt's thought": (3, 0), "unclosed thought": (3, 0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "truths", "found"),
+    [
+        ("of_thoughts", "4 5 6", THOUGHTS),
+        ("unsigned", "4 5 -6", {"other sign": (2, 0)}),
+        ("calculating", "4 5 6", {"calculation": (3, 0)}),
+        ("plain", "4 -5 6", {"Markdown": (3, 0), "other minus": (1, 0)}),
+        ("gluing", "4 5 6", {"later turn": (3, 0)}),
+        ("gluing", "4 5 12345", {"later turn": (3, 0)}),
+        ("calculating", "4 5 12345", {"calculation": (3, 0), "thousands": (1, 0)}),
+        ("untrue", "4 5 6", {"empty truth": (3, 0)}),
+        ("caseless", "R-r x+1 2", {"other case": (2, 0)}),
+        ("one_side", "4 5 6", {"equation": (3, 0)}),
+    ],
+)
+def test_each_fault_is_found(tmp_path, capsys, name, truths, found):
+    (tmp_path / "mine.py").write_text(FAULTY)
+    file = rows_of(
+        tmp_path / "rows.jsonl", *((f"Which is number {i}?", truth) for i, truth in enumerate(truths.split()))
+    )
+    assert audit_scorer.main((file,), reward=f"{tmp_path / 'mine.py'}:{name}", reward_workers=1) == 1
+    assert mistakes(capsys.readouterr().out) == found
+
+
+def test_gsm8k_has_none_of_these_faults(tmp_path, capsys):
+    file = rows_of(tmp_path / "rows.jsonl", ("1?", "4"), ("2?", "-5"), ("3?", "12345"), source="openai/gsm8k")
+    assert audit_scorer.main((file,), reward_workers=1) == 0
+    assert mistakes(capsys.readouterr().out) == {}
 
 
 def test_the_gold_answer_may_be_elsewhere(tmp_path, capsys):
