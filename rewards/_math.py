@@ -16,7 +16,7 @@ import sympy
 from latex2sympy2_extended import logic, sets
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, convert_to_pct, latex2sympy, normalize_latex
 from math_verify import LatexExtractionConfig, parse
-from math_verify.parser import get_last_eq
+from math_verify.errors import TimeoutException
 from math_verify.utils import timeout
 from sympy.core.function import AppliedUndef
 
@@ -60,15 +60,23 @@ EAGER += (
 
 NORMAL = LatexExtractionConfig().normalization_config  # math-verify's: units, malformed operators
 CASE = ConversionConfig(lowercase_symbols=False)  # R is not r; math-verify's default lowers both
-SPACE = r"\\[,;:! ]|[~\s]|\{(?:,|\\,)\}"  # between the digits of a number
+SPACE = r"\\(?:[,;:! ]|thinspace )|[~\s]|\{(?:,|\\,)\}"  # between the digits of a number
 UNICODE = str.maketrans({"−": "-", "–": "-", "⁄": "/", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm "})
 UNICODE |= str.maketrans({"∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in "})
+UNICODE |= str.maketrans({"€": "", "£": "", "¥": "", "≈": r"\approx ", "π": r"\pi ", "∖": r"\setminus "})
 UNICODE |= str.maketrans({"°": r"^\circ ", "∅": r"\emptyset ", "√": r"\sqrt ", "ℝ": r"\mathbb{R}", "∩": r"\cap "})
-ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\\[a-zA-Z]+|[a-zA-Z0-9]))"
+UNIT = rf"(?<=[\w)}}\].%])(?:{SPACE})*\\(?:text|mathrm|mbox|textrm)\{{[^{{}}]*\}}(?:\^\{{?\d\}}?)?[.\s]*$"
+UNIT += r"|(?<=[\d}])\s+[a-z]{4,}(?: [a-z]{2,})*[.\s]*$"  # 5\text{ cm}^2, 5 square feet
+ARGUMENT = r"\s*(?:\{([^{}]+)\}|(\\[a-zA-Z]+|[a-zA-Z0-9]))"
 TIDY = [
     (r"[¼½¾⅐-⅞]", lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("⁄", "/")),
-    (r"(?:\\[,;:! ]|\s|(?<!\.)[.,;:])+$", ""),
+    (rf"^(?:{SPACE})+|(?:{SPACE}|(?<!\.)[.,;:]|\\)+$", ""),
     (r"\\[bB]igg?[lrm]?(?![a-zA-Z])|(?<!\\)\\[()]|\\(?:limits|left\.|right\.)", ""),
+    (r"^\s*(?:=|\\approx(?![a-zA-Z]))", ""),
+    (r"[⁺⁻⁰¹²³⁴-⁹]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0]).replace('−', '-')}}}"),
+    (r"\*\*", "^"),
+    (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+    (r"\\\{ ?[a-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid|\||:) ?([^{}|:]*)\\\}", r"\1"),  # {x | x > 1}
     (r"\\(?:d|t|c|s|nice|x)frac", r"\\frac"),
     (
         rf"\\[td]?(frac|binom){ARGUMENT}{ARGUMENT}",
@@ -82,13 +90,17 @@ TIDY = [
     (r"\\lbrace", r"\\{"),
     (r"\\rbrace", r"\\}"),
     (r"\\(?:degree|degrees)(?![a-zA-Z])", r"^\\circ"),
+    (r"\^\{?\\circ ?\}? ?[CF]$", ""),
     (r"\\Gamma(?![a-zA-Z(])", r"\\mathcal{Gamma}"),
     (r"(?<=[a-zA-Z])(?:'|\^\{?\\prime\}?)", r"_{prime}"),
     (r"\\(?:text(?:bf|it|rm|normal)?|math(?:bf|rm|it)|mbox|bm|boldsymbol)\{([^{}a-zA-Z]*)\}", r"\1"),  # \text{5}
-    (r"(?<![\d.,_^])[1-9]\d{0,2}(" + SPACE + r")\d{3}(?:\1\d{3})*(?!\d)", lambda found: re.sub(r"\D", "", found[0])),
+    (
+        r"(?<![\d.,_^])[1-9]\d{0,2}((?:" + SPACE + r")+)\d{3}(?:\1\d{3})*(?!\d)",
+        lambda found: re.sub(r"\D", "", found[0]),
+    ),
     (r"(?<=\d)\.\d{3}(?:\\[,;:! ]\d{3})*\\[,;:! ]\d{1,3}(?!\d)", lambda found: "." + re.sub(r"\D", "", found[0])),
     (r"(?<![\d.,])[1-9]\d{0,2}(?:,(?:\\! ?)?\d{3})+(?!,?\d)", lambda found: _thousands(found)),
-    (r"(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))", lambda found: _repeating(*found.groups(""))),
+    (r"(\d*)\.(\d*)(?:(?<=\.)\(|\\(?:overline|bar|dot) ?\{?)(\d+)[)}]?", lambda found: _repeating(*found.groups(""))),
     (r"(\d*)\.(\d*?)(\d{1,6})\3{2,}(?:\\[lc]?dots|…|\.\.\.)", lambda found: _repeating(*found.groups(""))),
     (r"(?<![\d./^_])(\d+)(?:" + SPACE + r")+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),  # 2 1/2
     (r"(\d\.\d+|(?<!\d)1)e([+-]?\d+)|(?<=\d)e(\d+)", lambda found: re.sub("e", "E", found[0])),
@@ -102,9 +114,8 @@ def _thousands(found: re.Match) -> str:
     return found[0] if inside else re.sub(r"\D", "", found[0])
 
 
-def _repeating(whole: str, digits: str, period: str, digit: str = "") -> str:
+def _repeating(whole: str, digits: str, period: str) -> str:
     r"""0.1\overline{6} as a fraction."""
-    period = period or digit
     value = int((whole + digits + period) or 0) - int((whole + digits) or 0)
     return rf"\frac{{{value}}}{{{'9' * len(period)}{'0' * len(digits)}}}"
 
@@ -135,34 +146,38 @@ def plus_minus(text: str) -> str:
     return opened + ",".join(parts) + closed
 
 
-def latex(text: str, units: bool = True):
-    r"""The value of a LaTeX answer: a sympy object, the list of the values of `1, 2`, or, if it has none, the text.
+def plain(text: str, units: bool = True) -> str:
+    """LaTeX that latex2sympy reads as meant. With `units`, 5 m and 5\\text{ m} become 5."""
+    # only the last \text: normalize_latex would remove all from the first, of 2\text{ hours }30\text{ minutes}
+    return normalize_latex(tidy(re.sub(UNIT, "", text) if units else text), replace(NORMAL, units=units))
 
-    With `units`, 5 m and 5\text{ m} are 5. Raises TimeoutException.
+
+def latex(text: str, units: bool = True):
+    """The value of a LaTeX answer: a sympy object, the list of the values of `1, 2`, or, if it has none, the text.
+
+    Raises TimeoutException.
     """
     try:
-        clean = tidy(text)
-        if units:  # normalize_latex would remove all from the first \text on: 2\text{ hours }30\text{ minutes}
-            unit = rf"(?<=[^\s\\])(?:{SPACE})*\\(?:text|mathrm|mbox)\{{[^{{}}]*\}}(?:\^\{{?\d\}}?)?$"
-            clean = re.sub(unit, "", clean)
-        return _value(normalize_latex(clean, replace(NORMAL, units=units)))
+        return _value(plain(text, units))
     except Exception:  # noqa: BLE001 latex2sympy raises Exception
         return text
 
 
 def _value(text: str):
+    if re.fullmatch(r"-?\d+(\.\d+)?", text):
+        return sympy.Number(text)
     if re.search(r"\\(pm|mp)(?![a-zA-Z])", text):
         return _value(plus_minus(text))
     if re.search(rf"(?<![_^\d])\d+(?:{SPACE})+\d", text):
         raise ValueError("two numbers side by side")
-    if (percent := re.fullmatch(r"([^%]*[^%\\\s])\s*\\?%", text)) and not percent[1].endswith("}\\"):
+    if percent := re.fullmatch(r"([^%]*[^%\\\s])\s*\\?%", text):
         return convert_to_pct(_value(percent[1]))
     try:
         value = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=CASE)
     except Exception:  # latex2sympy raises no other
-        if (last := get_last_eq(text)) == text:
+        if not (last := text.rpartition("=")[2]) or last == text:
             raise
-        return _value(last)  # P(X=2)=0.3
+        return _value(last)  # P(X = 2) = 0.3
     is_list = isinstance(value, sets.FiniteSet) and not text.startswith(("{", "\\{"))
     return list(value._unsorted_args) if is_list else value
 
@@ -171,19 +186,25 @@ def read(argument: list) -> list:
     """[text, whether it is a LaTeX answer; else a response in which math-verify finds one] to the possible values, as
     dump() writes them. Runs in the sandbox."""
     text, is_answer = argument
-    if is_answer:
-        values = timeout(SECONDS)(lambda: [latex(text), latex(text, units=False)])()
-        values = values[: 1 + (values[0] != values[1])]
-    else:
-        found = parse(re.sub(*TIDY[0], text), parsing_timeout=SECONDS)
-        is_percent = len(found) > 1 and isinstance(found[0], sympy.Mul) and found[0].has(sympy.UnevaluatedExpr)
-        again = [
-            latex(text + (r"\%" if is_percent and "%" not in text else ""))
-            for text in found[-1:]
-            if isinstance(text, str)
-        ]
-        values = [value for value in again if not isinstance(value, str)] or found[:1]
-    return [dump(value) for value in values]
+    try:
+        return [dump(value) for value in timeout(SECONDS)(_of_answer if is_answer else _of_response)(text)]
+    except TimeoutException:
+        return []
+
+
+def _of_answer(text: str) -> list:
+    has_units = plain(text) != plain(text, units=False)
+    return [latex(text), latex(text, units=False)] if has_units else [latex(text)]
+
+
+def _of_response(text: str) -> list:
+    text = re.sub(r"(?<=\d)(?:\\,|\{,\})(?=\d{3}(?!\d))", "", re.sub(*TIDY[0], text))
+    found = parse(text, parsing_timeout=None)
+    if not (found and isinstance(found[-1], str)):
+        return found[:1]
+    is_percent = isinstance(found[0], sympy.Mul) and found[0].has(sympy.UnevaluatedExpr) and "%" not in found[1]
+    value = latex(found[-1] + r"\%" * is_percent)  # math-verify has read it without case and tidy()
+    return found[:1] if isinstance(value, str) else [value]
 
 
 def warm() -> None:

@@ -58,8 +58,9 @@ def same(truth, answer) -> bool:
     """Whether two values are equal: sympy objects, lists of them, or texts without a value."""
     if isinstance(truth, str) or isinstance(answer, str):
         return isinstance(truth, str) and truth == answer
-    if not (_is_relation(truth) and _is_relation(answer)):
-        truth, answer = value_of(truth), value_of(answer)
+    values = value_of(truth), value_of(answer)
+    if any(isinstance(side, Set) or not _is_relation(before) for side, before in zip(values, (truth, answer))):
+        truth, answer = values
     if _is_relation(truth) and _is_relation(answer):
         return _same_relation(truth, answer)
     truth, answer = _solutions(truth), _solutions(answer)
@@ -89,27 +90,28 @@ def _percent(expr):
 
 
 def _exact(expr):
-    return expr.xreplace({number: Rational(str(number)) for number in expr.atoms(sympy.Float)})
+    exact = {number: Rational(str(number)) for number in expr.atoms(sympy.Float)}
+    return expr.xreplace(exact | {part: part.args[0] for part in expr.atoms(UnevaluatedExpr)})
 
 
 def _close(truth, answer) -> bool:
-    """Whether two numbers are equal. Exact ones must be equal in DIGITS digits (integers and fractions: exactly).
+    """Whether two numbers are equal. Irrational ones are compared in DIGITS digits, fractions exactly.
 
-    With a decimal, their distance is at most 1e-6 of the truth: 0.333333 is 1/3 as in math-verify. From 1 on it is at
-    most 1e-6 as well, or half a unit of the decimal's last place: 333333.333 is 10^6/3, and 1234567.1 not 1234567.2.
+    With a decimal, six digits count: their distance is at most 1e-6 of the truth, so 0.333333 is 1/3 as in math-verify.
+    It is also at most 1e-6, or half a unit of the decimal's last place: 333333.333 is 10^6/3, 1234567.1 not 1234567.2.
     """
     decimals = [Decimal(str(number)) for side in (truth, answer) for number in side.atoms(sympy.Float) if number]
     truth, answer = _exact(truth), _exact(answer)
     if not (truth.is_Rational and answer.is_Rational):
-        truth, answer = (side.evalf(DIGITS) for side in (truth, answer))
+        truth, answer = truth.evalf(DIGITS), answer.evalf(DIGITS)
     if not (truth.is_finite and answer.is_finite):
         return truth == answer
-    apart = abs(truth - answer)
+    apart, size = abs(truth - answer), abs(truth)
     if not decimals:
-        return apart == 0 or bool(not apart.is_Rational and apart <= abs(truth) * 10 ** (10 - DIGITS))
-    last_place = max(10.0 ** (number.normalize().as_tuple().exponent) / abs(float(number)) for number in decimals)
-    relative = max(min(1, 1 / abs(truth)), min(1, Rational(5, 10) * Rational(last_place) * 10**6)) if truth else 0
-    return bool(apart <= abs(truth) * relative / 10**6)
+        return apart == 0 or bool(not apart.is_Rational and apart <= (size or 1) * 10 ** (10 - DIGITS))
+    coarsest = min(int("".join(map(str, number.normalize().as_tuple().digits))) for number in decimals)  # 12 of 0.0012
+    small = Rational(1, 10**6)
+    return bool(apart <= size * small and (apart <= small or 2 * coarsest * apart <= size))
 
 
 def _is_relation(expr) -> bool:
@@ -123,12 +125,14 @@ def _sides(expr) -> list | None:
 
 
 def _is_name(expr) -> bool:
-    """x, f(x), f(2), sin x, (x, y), the segment AB, the angle ABC; not x + y, 2x, xy."""
+    """x, f(x), f(2), sin x, (x, y), the segments AB and |AB|, the angle ABC; not x + y, 2x, xy, |x|."""
     if isinstance(expr, sympy.Mul):
         names = [isinstance(part, sympy.Symbol) and part.name for part in expr.args]
         return all(name and (len(name) > 1 or name.isupper() or name == "m") for name in names)
     if isinstance(expr, Tuple | Interval | TrigonometricFunction):
         return all(map(_is_name, expr.args[:2]))
+    if isinstance(expr, sympy.Abs):
+        return isinstance(expr.args[0], sympy.Mul) and _is_name(expr.args[0])
     return isinstance(expr, sympy.Symbol | AppliedUndef | sympy.Derivative)
 
 
@@ -137,7 +141,7 @@ def value_of(expr):
     if (sides := _sides(expr)) is None:
         return expr
     if _is_name(sides[0]):
-        return sides[-1]
+        return ([side for side in sides[1:] if not _is_name(side)] or sides)[-1]
     if _is_name(sides[-1]):
         return sides[0]
     return sides[-1] if all(same(sides[-1], side) for side in sides[:-1]) else expr
@@ -173,7 +177,10 @@ def _proportional(sides: list, others: list):
 
 
 def _solutions(expr):
-    """The set that an inequality in one variable describes; all else as it is."""
+    """The set that an inequality in one variable, or a list of them (x < 1 or x > 2), describes; all else as it is."""
+    if isinstance(expr, list) and expr and all(_is_relation(part) and _sides(part) is None for part in expr):
+        sets = [_solutions(part) for part in expr]
+        return sympy.Union(*sets) if all(isinstance(part, Set) for part in sets) else expr
     if _is_relation(expr) and _sides(expr) is None and len(expr.free_symbols) == 1:
         with suppress(NotImplementedError, TypeError, ValueError):
             return expr.as_set()
@@ -184,6 +191,9 @@ def _same_set(truth, answer) -> bool:
     """Lists, sets, intervals, points. A list is in any order, but as a point where the truth is one."""
     if isinstance(truth, list | FiniteSet) and isinstance(answer, list | FiniteSet):
         return _same_elements(list(truth), list(answer))
+    for lone, other in ((truth, answer), (answer, truth)):
+        if isinstance(lone, list | FiniteSet) and len(lone) == 1:
+            return same(*lone, other)
     points = [_point(side) for side in (truth, answer)]
     if points[0] is not None and isinstance(answer, list):
         return len(points[0]) == len(answer) and all(map(same, points[0], answer))
@@ -197,8 +207,7 @@ def _same_set(truth, answer) -> bool:
     if isinstance(truth, Set) and isinstance(answer, Set):
         truth, answer = _exact(truth), _exact(answer)
         return truth == answer or bool(truth.symmetric_difference(answer).is_empty)
-    lone, other = (truth, answer) if isinstance(truth, list | FiniteSet) else (answer, truth)
-    return isinstance(lone, list | FiniteSet) and len(lone) == 1 and not _point(other) and same(*lone, other)
+    return False
 
 
 def _point(value) -> list | None:
