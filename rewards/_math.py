@@ -147,7 +147,7 @@ def plus_minus(text: str) -> str:
 
 
 def plain(text: str, units: bool = True) -> str:
-    """LaTeX that latex2sympy reads as meant. With `units`, 5 m and 5\\text{ m} become 5."""
+    r"""LaTeX that latex2sympy reads as meant. With `units`, 5 m and 5\text{ m} become 5."""
     # only the last \text: normalize_latex would remove all from the first, of 2\text{ hours }30\text{ minutes}
     return normalize_latex(tidy(re.sub(UNIT, "", text) if units else text), replace(NORMAL, units=units))
 
@@ -165,7 +165,7 @@ def latex(text: str, units: bool = True):
 
 def _value(text: str):
     if re.fullmatch(r"-?\d+(\.\d+)?", text):
-        return sympy.Number(text)
+        return sympy.Float(text) if "." in text else sympy.Integer(int(text))
     if re.search(r"\\(pm|mp)(?![a-zA-Z])", text):
         return _value(plus_minus(text))
     if re.search(rf"(?<![_^\d])\d+(?:{SPACE})+\d", text):

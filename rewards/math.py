@@ -78,7 +78,7 @@ def same(truth, answer) -> bool:
     if percent is not None or percents is not None:
         number, other = (percent, answer) if percent is not None else (percents, truth)
         return same(number, other) or same(number / 100, other)
-    if not truth.free_symbols and not answer.free_symbols and not truth.has(AppliedUndef) | answer.has(AppliedUndef):
+    if not (truth.free_symbols or answer.free_symbols):
         return _close(truth, answer)
     return truth == answer or sympy.simplify(_exact(truth) - _exact(answer)).is_zero is True
 
@@ -261,9 +261,14 @@ def _same_words(truth: str, answer: str) -> bool:
 
 
 def _text(value) -> str:
-    """A text that is the same for equal numbers."""
-    if isinstance(value, list):
-        return ", ".join(sorted(map(_text, value)))
+    """A readable text, the same for equal numbers, lists, points and intervals of them."""
+    value = value_of(value)
+    if isinstance(value, list | FiniteSet):
+        return ", ".join(sorted(set(map(_text, value))))
+    if isinstance(value, Tuple | Interval):
+        parts = value if isinstance(value, Tuple) else (value.start, value.end)
+        left, right = (True, True) if isinstance(value, Tuple) else (value.left_open, value.right_open)
+        return f"{'(' if left else '['}{', '.join(map(_text, parts))}{')' if right else ']'}"
     if not isinstance(value, sympy.Expr) or value.free_symbols:
         return str(value)
     if (percent := _percent(value)) is not None:
@@ -272,10 +277,6 @@ def _text(value) -> str:
     if number.is_Rational or not (number := number.evalf(15)).is_Float or abs(number) > 1e300:
         return str(number)
     return f"{float(number):.12g}"
-
-
-def _compare(truth, values: list) -> tuple[bool, str]:
-    return any(same(truth, value) for value in values), _text(values[0])
 
 
 def grade(text: str, truth: str, is_answer: bool = True) -> tuple[bool, str | None]:
@@ -287,9 +288,10 @@ def grade(text: str, truth: str, is_answer: bool = True) -> tuple[bool, str | No
         return text == truth != "", text or None
     if not (values := _read(text, is_answer) if text else []):
         return False, (text if is_answer else "") or None
-    right, pred = _in_time(_compare, _read_here(truth), values, default=(False, text if is_answer else str(values[0])))
-    right = right or (is_answer and _same_words(truth, text))
-    return right, truth if right else pred
+    right = any(_in_time(same, _read_here(truth), value, default=False) for value in values)
+    if right or (is_answer and _same_words(truth, text)):
+        return True, truth
+    return False, _in_time(_text, values[0], default=text if is_answer else str(values[0]))
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
