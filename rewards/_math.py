@@ -9,6 +9,7 @@ tidy() writes in plain LaTeX what latex2sympy misreads or does not know. It read
 
 import re
 import unicodedata
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +69,7 @@ UNICODE |= str.maketrans({"°": r"^\circ ", "∅": r"\emptyset ", "√": r"\sqrt
 UNIT = rf"(?<=[\w)}}\].%])(?:{SPACE})*\\(?:text|mathrm|mbox|textrm)\{{[^{{}}]*\}}(?:\^\{{?\d\}}?)?[.\s]*$"
 UNIT += r"|(?<=[\d}])\s+[a-z]{4,}(?: [a-z]{2,})*[.\s]*$"  # 5\text{ cm}^2, 5 square feet
 ARGUMENT = r"\s*(?:\{([^{}]+)\}|(\\[a-zA-Z]+|[a-zA-Z0-9]))"
-TIDY = [
+TIDY: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (r"[¼½¾⅐-⅞]", lambda found: " " + unicodedata.normalize("NFKC", found[0]).replace("⁄", "/")),
     (rf"^(?:{SPACE})+|(?:{SPACE}|(?<!\.)[.,;:]|\\)+$", ""),
     (r"\\[bB]igg?[lrm]?(?![a-zA-Z])|(?<!\\)\\[()]|\\(?:limits|left\.|right\.)", ""),
@@ -83,7 +84,8 @@ TIDY = [
         lambda found: "\\{}{{{}}}{{{}}}".format(*filter(None, found.groups())),
     ),
     (r"\{([^{}]*)\\over([^{}a-zA-Z][^{}]*)\}", r"\\frac{\1}{\2}"),
-    (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset"),
+    (rf"\\(?:varnothing|O)(?![a-zA-Z])|\\\{{(?:{SPACE})*\\\}}", r"\\emptyset"),
+    (r"^\\text\{(-?[\d.,/]*\d) [a-zA-Z ]+\}$", r"\1"),  # \text{5 cm}
     (r"\\(?:mathbb|Bbb) ?\{?([A-Z])\}?", r"\\mathbb{\1}"),
     (r"\\langle", "("),
     (r"\\rangle", ")"),
@@ -95,7 +97,7 @@ TIDY = [
     (r"(?<=[a-zA-Z])(?:'|\^\{?\\prime\}?)", r"_{prime}"),
     (r"\\(?:text(?:bf|it|rm|normal)?|math(?:bf|rm|it)|mbox|bm|boldsymbol)\{([^{}a-zA-Z]*)\}", r"\1"),  # \text{5}
     (
-        r"(?<![\d.,_^])[1-9]\d{0,2}((?:" + SPACE + r")+)\d{3}(?:\1\d{3})*(?!\d)",
+        r"(?<![\d._^])[1-9]\d{0,2}((?:" + SPACE + r")+)\d{3}(?:\1\d{3})*(?!\d)",
         lambda found: re.sub(r"\D", "", found[0]),
     ),
     (r"(?<=\d)\.\d{3}(?:\\[,;:! ]\d{3})*\\[,;:! ]\d{1,3}(?!\d)", lambda found: "." + re.sub(r"\D", "", found[0])),

@@ -192,8 +192,8 @@ def _same_set(truth, answer) -> bool:
     if isinstance(truth, list | FiniteSet) and isinstance(answer, list | FiniteSet):
         return _same_elements(list(truth), list(answer))
     for lone, other in ((truth, answer), (answer, truth)):
-        if isinstance(lone, list | FiniteSet) and len(lone) == 1:
-            return same(*lone, other)
+        if isinstance(lone, list | FiniteSet) and len(lone) == 1 and other != sympy.EmptySet:
+            return same(list(lone)[0], other)
     points = [_point(side) for side in (truth, answer)]
     if points[0] is not None and isinstance(answer, list):
         return len(points[0]) == len(answer) and all(map(same, points[0], answer))
@@ -252,11 +252,11 @@ def _read(text: str, is_answer: bool) -> list:
 
 
 def _same_words(truth: str, answer: str) -> bool:
-    r"""Whether two text answers are equal but for case: \text{Even} and even, \text{(C)} and c; not R and r."""
+    r"""Whether two text answers are equal but for case: \text{Even} and even, \text{(C)} and c; not \text{R} and r."""
     bare = [re.sub(r"[\s~]+", " ", TEXT.sub(r"\1", text).replace("\\ ", " ")).strip(" .$") for text in (truth, answer)]
     bare = [re.sub(r"^\((.*)\)$", r"\1", text) for text in bare]
     are_text = TEXT.search(truth) or TEXT.search(answer) or all(map(WORD.fullmatch, bare))
-    letters = bare[0].replace(" ", "").isalpha()
+    letters = bare[0].replace(" ", "").isalpha() and (len(bare[0]) > 1 or bare[0].lower() in "abcdefghij")  # a choice
     return bool(are_text) and (bare[0] == bare[1] or (letters and bare[0].lower() == bare[1].lower()))
 
 
