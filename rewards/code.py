@@ -55,7 +55,7 @@ class Tests(NamedTuple):
 def extract_program(response: str) -> str:
     """The last ```python block, closed or not; else the last block without a label; else the whole text."""
     blocks = _blocks(response)
-    named = [program for label, program in blocks if label in ("python", "python3", "py")]
+    named = [program for label, program in blocks if label in ("python", "python3", "py", "py3")]
     return (named or [program for label, program in blocks if not label] or [response])[-1]
 
 
@@ -295,6 +295,8 @@ def compute_score(
     end = time.monotonic() + total_timeout
     tests = parse_tests(ground_truth)
     program = extract_program(solution_str)
+    if not tests.head:  # which an indented program would go on
+        program = _dedent(program.split("\n"), len(program))
     spec = make_spec(
         level="" if sandbox_url and tests.form == "stdin" else sandbox_level(),
         form=tests.form,

@@ -193,7 +193,7 @@ def _same_set(truth, answer) -> bool:
         return _same_elements(list(truth), list(answer))
     for lone, other in ((truth, answer), (answer, truth)):
         if isinstance(lone, list | FiniteSet) and len(lone) == 1 and other != sympy.EmptySet:
-            return same(list(lone)[0], other)
+            return same(next(iter(lone)), other)
     points = [_point(side) for side in (truth, answer)]
     if points[0] is not None and isinstance(answer, list):
         return len(points[0]) == len(answer) and all(map(same, points[0], answer))
