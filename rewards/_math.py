@@ -155,14 +155,15 @@ def plain(text: str, units: bool = True) -> str:
 
 
 def latex(text: str, units: bool = True):
-    """The value of a LaTeX answer: a sympy object, the list of the values of `1, 2`, or, if it has none, the text.
+    """The value of a LaTeX answer: a sympy object, the list of the values of `1, 2`, or, without a value, plain text.
 
     Raises TimeoutException.
     """
+    text = plain(text, units)
     try:
-        return _value(plain(text, units))
+        return _value(text)
     except Exception:  # noqa: BLE001 latex2sympy raises Exception
-        return text
+        return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 2 3 is not 23
 
 
 def _value(text: str):

@@ -8,10 +8,11 @@ is that of math-verify's verify(), verl's "math_verify", but for these departure
 - an equation answers with its value only if it has one: 5 of `x = 5`, `5 = x`, `f(2) = 5`, `a = b = 5`, `2 + 3 = 5`;
   not of `2x + 3y = 5` and `6 = 5`. It equals an equation that is rearranged or multiplied
 - exact numbers are compared exactly, and a decimal relatively, to six digits (see _close), not to six decimals
-- \{1,2\} is not (1,2); both are the list 1, 2
+- \{1,2\} is not (1,2); both equal the list 1, 2
 - an inequality in one variable is the set of its solutions, also where the truth is that set
 - 12\,345, 1 000, 5., 0.\overline{3}, 2 1/2, ½, 1.6e-19, \frac{1 \pm \sqrt5}{4}, −3, \varnothing, \bigl( are read
-- 2 3 is no number, and neither are 2t (of the truth; in an answer t may be a unit) and 2 hours 30 minutes the number 2
+- 2 3 is no number; 2t as the truth is not 2 (in an answer t may be a unit), nor is 2 hours 30 minutes
+- a box without a value (AB \perp CD) is compared as text; no number is taken from it
 
 A process in the sandbox that does not know the truth reads the model's text (rewards/_math.py). Its result, which is
 data, is compared here. A plain number is read here, which is safe.

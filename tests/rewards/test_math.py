@@ -366,6 +366,11 @@ x\in\mathbb{R} || \mathbb{R}
 \text{Yes} || Yes
 (−1,2) || (-1,2)
 \sqrt{−x} || \sqrt{-x}
+AB\perp CD || AB \perp CD. || $AB\perp CD$ // AB\perp CE
+\frac{k\pi}{2}, k\in\mathbb{Z} || \dfrac{k\pi}2,k\in\mathbb{Z} // \frac{k\pi}{3}, k\in\mathbb{Z}
+\text{2 hours} || 2
+[1000,2000] || [1\,000,2\,000]
+\{\} || \{\,\} // \{\emptyset\}
 """
 KINDS = {"case": CASE, "digits": GROUPS_OF_DIGITS, "equation": EQUATIONS}
 KINDS |= {"number": NUMBERS, "bracket": BRACKETS, "form": FORMS}
