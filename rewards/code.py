@@ -38,6 +38,8 @@ from typing import NamedTuple
 from lib import InputError
 from lib.sandbox import GRACE, connect, hang_up, make_spec, receive, sandbox_level, send, zygote
 
+FENCE = re.compile(r"(.*?)(?<![`~])(`{3,}|~{3,})(?![`~])([^`~]*)")  # of a Markdown block: what is before, marks, label
+ITEM = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?")  # before a fence: indentation, the mark of a list's item
 CASES_SHARE = 0.8  # share of the time limit for the cases; sandboxes start and end in the rest
 
 
@@ -51,18 +53,46 @@ class Tests(NamedTuple):
 
 
 def extract_program(response: str) -> str:
-    """The last ```python block, closed or not; else the last plain block; else the whole text."""
-    named, plain, end = [], [], 0
-    while (start := response.find("```", end)) >= 0 and (line_end := response.find("\n", start)) >= 0:
-        end = response.find("```", line_end)
-        end = len(response) if end < 0 else end
-        label, block = re.match(r"\w*", response[start + 3 : line_end])[0], response[line_end + 1 : end]
-        if label.lower() in ("python", "python3", "py"):
-            named.append(block)
-        elif not label:
-            plain.append(block)
-        end += 3
-    return (named or plain or [response])[-1]
+    """The last ```python block, closed or not; else the last block without a label; else the whole text."""
+    blocks = _blocks(response)
+    named = [program for label, program in blocks if label in ("python", "python3", "py", "py3")]
+    return (named or [program for label, program in blocks if not label] or [response])[-1]
+
+
+def _blocks(response: str) -> list[tuple[str, str]]:
+    """(label, content) of the blocks between lines of at least three ` or ~, as in Markdown.
+
+    A fence in a list is indented, and with it its block. A fence that is indented by 4 more columns than the block's
+    first is content, such as an example in a docstring.
+    """
+    blocks: list[tuple[str, int, list[str]]] = []  # label, indentation, lines
+    fence = ""  # of the open block
+    for line in response.replace("\r\n", "\n").split("\n"):
+        before, mark, info = found.groups() if (found := FENCE.fullmatch(line)) else (line, "", "")
+        is_alone, info = not before.strip(), info.strip().lower()
+        if fence and mark.startswith(fence) and (_width(before) < blocks[-1][1] + 4 if is_alone else not info):
+            blocks[-1][2].append(before if not is_alone else "")
+            fence = ""
+            if not info:
+                continue
+        if fence:
+            blocks[-1][2].append(line)
+        elif mark and (mark[0] == "`" or ITEM.fullmatch(before)):
+            fence = mark
+            blocks.append((re.match(r"[{.]*(\w*)", info)[1], _width(ITEM.match(before)[0]), []))
+    return [(label, _dedent(lines, indent)) for label, indent, lines in blocks]
+
+
+def _width(margin: str) -> int:
+    return len(margin.expandtabs(4))
+
+
+def _dedent(lines: list[str], columns: int) -> str:
+    """The lines without the indentation that the fence and the first line have, or without what they have of it."""
+    margins = [re.match(r"[ \t]*", line)[0] for line in lines]
+    columns = min([columns, *[_width(margin) for margin, line in zip(margins, lines) if line.strip()][:1]])
+    taken = [next((i for i in range(len(x)) if _width(x[:i]) >= columns), len(x)) for x in margins]
+    return "\n".join(line[i:] for line, i in zip(lines, taken))
 
 
 def parse_tests(ground_truth) -> Tests:
@@ -265,6 +295,8 @@ def compute_score(
     end = time.monotonic() + total_timeout
     tests = parse_tests(ground_truth)
     program = extract_program(solution_str)
+    if not tests.head:  # which an indented program would go on
+        program = _dedent(program.split("\n"), len(program))
     spec = make_spec(
         level="" if sandbox_url and tests.form == "stdin" else sandbox_level(),
         form=tests.form,

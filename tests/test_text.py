@@ -82,7 +82,6 @@ def test_time_grows_with_the_length_of_the_text(reader):
         assert min(ratios) <= 40, f"{start!r} + {unit!r} * n + {end!r}"
 
 
-TOKENS = ["```", "`", "python", "py", " ", "\n", "a", "text"]
 CALLS = [
     "<function=f>",
     "<parameter=a>",
@@ -95,17 +94,30 @@ CALLS = [
     "<",
     "<function=",
 ]
-FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)  # both quadratic
-PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
+PARAMETER = re.compile(  # quadratic
+    r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL
+)
+FENCES = {"```": "~~~", "````": "```", "~~~~": "```"}  # each with one that does not end its block
+BLOCK = st.tuples(
+    st.sampled_from(["", "python", "Py", "text"]),
+    st.sampled_from(sorted(FENCES)),
+    st.sampled_from(["", "  ", "\t", "1. "]),
+    st.lists(st.sampled_from(["", "    b", "``", "s = '```'", "FENCE"]), max_size=4),
+)
 
 
 @settings(max_examples=500)
-@given(st.lists(st.sampled_from(TOKENS), max_size=16).map("".join))
-def test_the_program_is_that_of_the_expression(text):
-    blocks = FENCE.findall(text)
-    named = [block for label, block in blocks if label in ("python", "py")]
-    plain = [block for label, block in blocks if not label]
-    assert code.extract_program(text) == (named or plain or [text])[-1]
+@given(st.lists(BLOCK, max_size=4), st.booleans())
+def test_the_program_is_the_last_block(blocks, crlf):
+    text, programs = "So:\n", {True: [], False: []}  # by whether it has a label
+    for label, fence, before, lines in blocks:
+        margin = before.replace("1.", "  ")
+        lines = ["a", *(FENCES[fence] if line == "FENCE" else line for line in lines)]
+        text += "\n".join([f"{before}{fence}{label}", *(margin + line for line in lines), f"{margin}{fence}\nthen\n"])
+        if label != "text":
+            programs[bool(label)].append("\n".join([*lines, ""]))
+    expected = (programs[True] or programs[False] or [text])[-1]
+    assert code.extract_program(text.replace("\n", "\r\n") if crlf and blocks else text).replace("\r", "") == expected
 
 
 @settings(max_examples=500)

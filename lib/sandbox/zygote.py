@@ -31,6 +31,7 @@ import resource
 import select
 import shutil
 import signal
+import site
 import socket
 import struct
 import sys
@@ -175,12 +176,11 @@ def unpack(value, deref):
 
 
 # ---- the program's side ----
-def load(program: str, name: str, prelude: str = "") -> dict:
-    """Runs the program as module `name` and returns its namespace."""
+def load(program: str, name: str, prelude: str = "") -> None:
+    """Runs the program as module `name`."""
     module = sys.modules[name] = types.ModuleType(name)
     exec(prelude, module.__dict__)
     exec(compile(program, f"<{name}>", "exec"), module.__dict__)
-    return module.__dict__
 
 
 class Program:
@@ -189,7 +189,9 @@ class Program:
     def __init__(self, program: str, prelude: str):
         self.objects: list = []
         self.numbers: dict[int, int] = {}  # by id()
-        self.namespace = load(program, "solution", prelude)
+        with contextlib.suppress(SystemExit):  # a script's end; what it has defined by then can be called
+            load(program, "solution", prelude)
+        self.namespace = vars(sys.modules["solution"])
 
     def names(self) -> list[list]:
         """[name, the module's own name if it is a module], for everything that the program defines or imports."""
@@ -544,11 +546,15 @@ def run_program(spec: dict, folder: str, files: list[int], body) -> int:
     try:
         become_program(spec, folder, files)
         random.seed(0)  # a fork seeds it from the kernel; a verdict must not depend on that
-        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode, errors="replace") for fd, mode in enumerate("rww"))
+        # by lines: what a program has printed before os._exit or a crash counts, as on a terminal
+        streams = (os.fdopen(fd, mode, 1, errors="replace") for fd, mode in enumerate("rww"))
+        sys.stdin, sys.stdout, sys.stderr = streams
         body()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     finally:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()  # waits for threads that the program has not joined
@@ -707,6 +713,7 @@ def zygote(module: str = "", *folders: str) -> None:
     os.close(null)
     sys.set_int_max_str_digits(0)
     exec(PRELUDE, {})  # warms up the imports
+    site.setquit()  # exit() and quit(), which -S leaves out
     processes_can_be_limited()
     for level in ("namespaces", "alone"):
         with contextlib.suppress(OSError):  # the sandbox reports the error later

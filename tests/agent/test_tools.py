@@ -455,6 +455,9 @@ def test_python():
     assert "SyntaxError" in answer(tool, {"code": "print("}).text
     assert "UnicodeEncodeError" in answer(tool, {"code": "'\ud800'"}).text
     assert "signal 11" in answer(tool, {"code": "import ctypes\nctypes.string_at(0)"}).text
+    for end in ("exit()", "quit()", "raise SystemExit", "import os; os._exit(0)"):
+        assert answer(tool, {"code": f"print(1)\n{end}\nprint(2)"}).text == "1\n", end
+    assert answer(tool, {"code": "exit('no solution')"}).text == "no solution\n"
     refused = answer(tool, {"code": "import socket\nsocket.create_connection(('127.0.0.1', 9))"}).text
     assert "PermissionError" in refused or "Errno" in refused
 

@@ -144,7 +144,7 @@ def test_canonical_numbers_are_equal_as_texts_where_they_are_equal_as_decimals(t
         assert gsm8k.canonical(f"${int(whole):,}.{fraction}") == gsm8k.canonical(f"{int(whole)}.{fraction}")
 
 
-# ---- math: what math-verify's description promises, and what the scorer makes of it ----
+# ---- math: what math-verify's description promises; test_math.py has what the scorer decides otherwise ----
 
 MATH = [  # ground truth, response, right
     # sets
@@ -162,7 +162,6 @@ MATH = [  # ground truth, response, right
     (r"[0,\infty)", r"\boxed{[0, +\infty)}", True),
     (r"(-\infty,1)\cup(2,\infty)", r"\boxed{(2,\infty)\cup(-\infty,1)}", True),
     ("1<x<2", r"\boxed{(1,2)}", True),
-    ("(1,2)", r"\boxed{1<x<2}", False),
     (r"x\ge 1", r"\boxed{[1,\infty)}", True),
     ("x>1", r"\boxed{1<x}", True),
     (r"x\ge 1", r"\boxed{x>1}", False),
@@ -223,8 +222,6 @@ MATH = [  # ground truth, response, right
     (r"\text{Evelyn}", r"\boxed{Evelyn}", True),
     (r"\text{east}", r"\boxed{\text{West}}", False),
     # what one might expect of it, and it does not do
-    ("1<x<2", r"\boxed{2>x>1}", False),
-    (r"\infty", r"\boxed{∞}", False),
     ("i", r"\boxed{\sqrt{-1}}", False),
     ("11_2", r"\boxed{11}", True),
 ]
@@ -269,6 +266,7 @@ def test_what_the_sandbox_reads_arrives_as_it_was():
         ["own", "FiniteSet", ["open('ran', 'w')"]],
         ["function", "f", ["open('ran', 'w')"]],
         ["matrix", [["open('ran', 'w')"]], [1, 1]],
+        ["list", ["open('ran', 'w')"]],
         ["rational", "open('ran', 'w')"],
         ["sympify", []],
         ["parse_expr", [["Integer", []]]],
@@ -293,8 +291,9 @@ def test_what_the_sandbox_makes_up_is_data(data, tmp_path, monkeypatch):
 
 def test_only_numbers_and_the_truth_are_read_beside_the_truth(monkeypatch):
     here = []
-    monkeypatch.setattr(math_reward, "parse", lambda text, **kwargs: here.append(text) or parse(text, **kwargs))
-    math_reward._parse_here.cache_clear()
+    latex = _math.latex
+    monkeypatch.setattr(_math, "latex", lambda text, *units: here.append(text) or latex(text, *units))
+    math_reward._read_here.cache_clear()
     for response in [
         r"\boxed{17}",
         r"\boxed{1,000.5}",
@@ -306,7 +305,7 @@ def test_only_numbers_and_the_truth_are_read_beside_the_truth(monkeypatch):
     ]:
         math_reward.compute_score("", response, "z")
         geometry3k.compute_score("", response, "z")
-    assert set(here) == {r"\boxed{z}", r"\boxed{17}", r"\boxed{1,000.5}", r"\boxed{-1/2}"}
+    assert set(here) == {"z", "17", "1,000.5", "-1/2"}
 
 
 def test_a_long_answer_is_compared_as_text():

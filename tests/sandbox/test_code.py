@@ -64,6 +64,9 @@ NODE = "class Node:\n    def __init__(self, value):\n        self.value, self.le
 HEIGHT = NODE + "def height(n):\n    return 0 if n is None else 1 + max(height(n.left), height(n.right))\n"
 
 
+ENDS = {"exit()": True, "quit(0)": True, "raise SystemExit": True, "import os; os._exit(0)": True, "exit(1)": False}
+
+
 @pytest.mark.parametrize(
     ("program", "truth", "passed", "total"),
     [
@@ -88,6 +91,9 @@ HEIGHT = NODE + "def height(n):\n    return 0 if n is None else 1 + max(height(n
         ("class Solution:\n    def f(self, a: List[int]):\n        return [(a, 1), {1: 2.0}]",
          {"fn_name": "f", "inputs": [[[1]]], "outputs": [[[[1], 1], {"1": 2}]]}, 1, 1),
         ("def f():\n    return 1", {"fn_name": "f", "inputs": [[]], "outputs": [True]}, 0, 1),
+        ("a) ```py3\n   def f():\n       return 1\n   ```", {"fn_name": "f", "inputs": [[]], "outputs": [1]}, 1, 1),
+        (f"  1. ```python\n     {SUM}\n     ```", {"inputs": ["1 2\n"], "outputs": ["3\n"]}, 1, 1),
+        ("1. ```python\n       return a + b\n   ```", HUMAN_EVAL, 1, 1),
         (SUM, {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}, 2, 2),
         (SUM, {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "8"]}, 1, 2),
         ("print(input())\nprint(input())", {"inputs": [["a", "b"]], "outputs": [["a", "b"]]}, 1, 1),
@@ -98,6 +104,10 @@ HEIGHT = NODE + "def height(n):\n    return 0 if n is None else 1 + max(height(n
         ("import threading\nthreading.Thread(target=lambda: print(input())).start()",
          {"inputs": ["abc"], "outputs": ["abc"]}, 1, 1),
         ("import numpy as np\nprint(np.arange(3).sum())", {"inputs": [""], "outputs": ["3"]}, 1, 1),
+        *((f"{SUM}\n{end}", {"inputs": ["1 2\n"], "outputs": ["3\n"]}, int(right), 1) for end, right in ENDS.items()),
+        *((f"{ADD}\n{end}", ["assert add(1, 2) == 3"], 1, 1) for end in ENDS if "_exit" not in end),
+        (f"{ADD}\nquit()", HUMAN_EVAL, 1, 1),
+        (f"{ADD}\nexit()", {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, 1, 1),
     ],
 )  # fmt: skip
 def test_forms(program, truth, passed, total):
@@ -217,6 +227,25 @@ def test_a_ground_truth_that_tests_nothing_is_no_score(truth):
         ("```py\na\n```", "a\n"),
         ("```\na\n```", "a\n"),
         ("so\n```python\nunfinished", "unfinished"),
+        ("1. Code:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1\n"),
+        ("- ```python\n  def f():\n      return 1\n  ```", "def f():\n    return 1\n"),
+        ("   ```python\ndef f():\n    return 1\n   ```", "def f():\n    return 1\n"),
+        ("\t```python\n\tdef f():\n\t\treturn 1\n\t```", "def f():\n\treturn 1\n"),
+        ("\t```python\n    def f():\n        return 1\n\t```", "def f():\n    return 1\n"),
+        ("  ```python\n  s = '''\na\n    b\n'''\n  ```", "s = '''\na\n  b\n'''\n"),
+        ("   ```python\n   a\n   b", "a\nb"),
+        ("```python\n    return a + b\n```", "    return a + b\n"),
+        ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
+        ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''\n"),
+        ("```python\r\na\r\nb\r\n```\r\n", "a\nb\n"),
+        ("```Python\na\n```", "a\n"),
+        ("``` python3\na\n```", "a\n"),
+        ("```{.python title=a}\na\n```", "a\n"),
+        ("Here: ```python\nprint(1)```", "print(1)"),
+        ("```python\ns = '```'\nb\n```", "s = '```'\nb\n"),
+        ('```python\n"""\n    ```python\n    f()\n    ```\n"""\n```', '"""\n    ```python\n    f()\n    ```\n"""\n'),
+        ("```python\na\n```python\nb\n```", "b\n"),
+        ("```\na\n```\n```bash\nb\n```", "a\n"),
     ],
 )
 def test_extract_program(response, program):
