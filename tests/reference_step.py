@@ -162,7 +162,7 @@ def sample_groups(args, pool: list[Row], batches: list[list[Row]]) -> tuple[list
         dealt[n % parts] = group + dealt[n % parts]
     metrics = {"training/rows_in": sampled * needed + len(pool), "training/gen_batches": sampled}
     metrics |= {"training/rows_dropped/refilled": len(others) - filled, "training/rows_left_over": len(rows) - needed}
-    return sum(dealt, []), rows[needed:], metrics
+    return [row for part in dealt for row in part], rows[needed:], metrics
 
 
 # ---- the step ------------------------------------------------------------------------------------
