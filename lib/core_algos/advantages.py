@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lib import InputError
 from lib.core_algos.reductions import (
+    ROUNDING,
     Index,
     _group_sum,
     _keep,
@@ -222,13 +223,14 @@ def compute_grpo_leave_one_out_outcome_advantage(
 ) -> Pair:
     """GRPO with the others' statistics (NeMo-RL, AReaL): A_i = (R_i − mean_{j≠i} R_j) / (std_{j≠i} + epsilon).
 
-    If all the others' rewards are equal, A is not divided. This compares the rewards, not their std, which rounding may
-    leave above 0, so that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one."""
+    If all the others' rewards are equal, but for rounding, A is not divided: their std may be above 0 by rounding, so
+    that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one."""
     scores, advantages, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     for rows in _groups(scores, group):
         size, ordered = len(rows), scores[rows] - scores[rows[0]]
         others = ordered.expand(size, size)[~torch.eye(size, dtype=torch.bool)].view(size, size - 1)
-        loo, differ = ordered - others.mean(1), others[:, 0] != others[:, -1]
+        rounding = ROUNDING * scores[rows].abs().max()
+        loo, differ = ordered - others.mean(1), others[:, -1] - others[:, 0] > rounding
         std = ((others - others.mean(1, keepdim=True)).square().sum(1) / max(size - 2, 1)).sqrt()
         advantages[rows] = torch.where(differ, loo / (std + epsilon), loo)
     return spread(advantages)
@@ -277,15 +279,18 @@ def compute_gdpo_outcome_advantage(
 ) -> Pair:
     """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
 
-    reward_components (B, K): K rewards of each row; reward_weights: K numbers, 1 by default. Of token_level_rewards
-    only the dtype is used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl) or 0 ("zero")."""
+    reward_components (B, K): K rewards of each row, or NaN: a row without reward k is in no mean or deviation of it and
+    has no such term; one without any is not whitened, A = 0. reward_weights: K numbers, 1 by default. Of
+    token_level_rewards only the dtype is used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl)
+    or 0 ("zero")."""
     weights = [1.0] * reward_components.shape[1] if reward_weights is None else reward_weights
     if len(weights) != reward_components.shape[1]:
         raise InputError(f"gdpo: {len(weights)} weights for {reward_components.shape[1]} rewards: give one for each")
-    alive = response_mask.bool().any(-1, keepdim=True)
-    components = zip(weights, reward_components.double().split(1, dim=1))
-    rows = sum(w * compute_grpo_outcome_advantage(r, alive, index, singleton=singleton)[0] for w, r in components)
-    advantages = _whiten(rows.expand(response_mask.shape), response_mask)
+    known = response_mask.bool().any(-1, keepdim=True) & ~reward_components.isnan()  # (B, K)
+    components = zip(weights, reward_components.double().split(1, dim=1), known.split(1, dim=1))
+    rows = sum(w * compute_grpo_outcome_advantage(r, m, index, singleton=singleton)[0] for w, r, m in components)
+    mask = response_mask.bool() & known.any(1, keepdim=True)
+    advantages = _whiten(rows.expand(mask.shape), mask)
     return _rewards_dtype(token_level_rewards, advantages, advantages)
 
 

@@ -2,8 +2,8 @@
 
 With N weights in matrix products, a token takes 2 N FLOPs forward and 4 N backward (Kaplan et al., 2001.08361), in all
 6 N. Attention takes 12 D for each token and each token that it sees, D = layers x heads x head size; that is PaLM's 12
-L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked. Where keys
-and values differ in size, as in latent attention, the head size is their mean.
+L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked. Where
+keys and values differ in size, as in latent attention, the head size is their mean.
 
 Not counted, as in PaLM: what is computed twice (gradient checkpointing, the logits in the backward), padding, norms,
 softmax. A shared prefix counts once, the output head at trained tokens only, what follows the last position of a

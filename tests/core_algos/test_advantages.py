@@ -78,6 +78,8 @@ def random_batch(seed, dtype=torch.float64, size=1):
         for i in range(rows):
             if mask[i].any():
                 rewards[i, rng.choice(mask[i].nonzero()[:, 0].tolist())] = rng.choice([0, 0.3, 1])
+    components = torch.stack([rewards.sum(1), randn(rows).round()], 1)
+    components[torch.rand(rows, 2, generator=g) < 0.2] = math.nan  # the scorer gave none
     return {
         "rewards": rewards,
         "mask": mask,
@@ -88,7 +90,7 @@ def random_batch(seed, dtype=torch.float64, size=1):
         "is_weights": torch.rand(rows, width, generator=g, dtype=dtype) * 2,
         "baselines": randn(rows),
         "anchor_states": torch.randint(0, 2, (rows, width), generator=g),
-        "components": torch.stack([rewards.sum(1), randn(rows).round()], 1),
+        "components": components,
     }
 
 
@@ -474,9 +476,12 @@ def test_leave_one_out_of_equal_others_is_not_divided(odd):
     args = torch.ones(8, 1), ["u"] * 8
     advantages, _ = compute_grpo_leave_one_out_outcome_advantage(rewards, *args)
     assert advantages[0].item() == pytest.approx(odd - 0.35, rel=1e-3)
-    rewards[1] += 1e-9  # now they differ, by next to nothing: divided by the true std, 1e-9/√7, and epsilon
+    rewards[1] += 1e-9  # the rounding of a float32
     advantages, _ = compute_grpo_leave_one_out_outcome_advantage(rewards, *args)
-    assert advantages[0].item() == pytest.approx((odd - 0.35 - 1e-9 / 7) / (1e-9 / math.sqrt(7) + 1e-6), rel=1e-3)
+    assert advantages[0].item() == pytest.approx(odd - 0.35, rel=1e-3, abs=1e-9)
+    rewards[1] += 1e-3  # now they differ: divided by the true std, 1e-3/√7, and epsilon
+    advantages, _ = compute_grpo_leave_one_out_outcome_advantage(rewards, *args)
+    assert advantages[0].item() == pytest.approx((odd - 0.35 - 1e-3 / 7) / (1e-3 / math.sqrt(7) + 1e-6), rel=1e-3)
 
 
 def test_optimal_token_baseline_without_is_weights():

@@ -295,6 +295,8 @@ def test_zero_variance_of_several_rewards_is_that_of_each():
     batch = batch_of(ROWS)
     batch.batch["reward_components"] = torch.tensor([[row, 1.0] for row in (1, 0, 9, 1, 2, 0, 0, 1)])
     assert reduce_metrics(data_metrics(batch)) == pytest.approx(EXPECTED | {"reward/zero_variance": 1 / 3}, rel=1e-6)
+    batch.batch["reward_components"][:, 0] = math.nan  # a reward that the scorer did not give: the other is equal
+    assert reduce_metrics(data_metrics(batch))["reward/zero_variance"] == 1
 
 
 def test_data_metrics_without_optional_keys_or_live_rows():
