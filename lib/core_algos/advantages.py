@@ -266,10 +266,16 @@ def compute_gpg_outcome_advantage(token_level_rewards, response_mask, index, f_n
 
 
 def compute_maxrl_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
-    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g <= 0; for rewards >= 0.
+    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g = 0. Raises InputError for an R_i below 0:
+    with it the mean is no measure of how often a prompt is solved.
 
     A group of one gives 0 by the formula, "raw" or "zero" (the paper's code takes mean 0 there: A = R / epsilon)."""
     scores, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    if (scores < 0).any():
+        why = f"a response has the reward {float(scores.min()):g}: give scores of 0 and 1, or take another estimator"
+        raise InputError(
+            f"--adv-estimator maxrl divides by the mean of a group, which needs rewards of 0 or more; {why}"
+        )
     mean = _group_sum(scores, group) / size
     return spread(torch.where((mean > 0) & (size > 1), centred / mean, 0))
 

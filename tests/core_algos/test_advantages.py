@@ -159,7 +159,7 @@ ESTIMATORS = {
     "rloo": outcome("rloo"),
     "opo": outcome("opo"),
     "gpg": outcome("gpg"),
-    "maxrl": outcome("maxrl"),
+    "maxrl": tuple(lambda b, s, f=f: f(b | {"rewards": b["rewards"].abs()}, s) for f in outcome("maxrl")),
     "reinforce_plus_plus_baseline": outcome("reinforce_plus_plus_baseline"),
     "reinforce_plus_plus": (
         lambda b, s: ADV_ESTIMATORS["reinforce_plus_plus"](b["rewards"], b["mask"], b["index"], gamma=GAMMA),
@@ -365,6 +365,14 @@ def test_singletons(name):
     assert fast(b, "raw")[0][1:].any()
     with pytest.raises(InputError, match="raw, zero"):
         fast(b, "drop")
+
+
+def test_maxrl_takes_no_reward_below_0():
+    args = torch.ones(3, 1), ["a", "a", "b"]
+    close(ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [0.0], [0.0]]), *args)[0], torch.tensor([[1.0], [-1.0], [0.0]]))
+    ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [0.0], [-1.0]]), torch.tensor([[1], [1], [0]]), ["a", "a", "b"])
+    with pytest.raises(InputError, match="maxrl .* needs rewards of 0 or more; a response has the reward -1: "):
+        ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [-1.0], [0.0]]), *args)
 
 
 def test_singletons_of_passk_and_gdpo():

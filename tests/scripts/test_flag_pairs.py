@@ -170,13 +170,19 @@ NEEDS = {
     "--overlong-factor": ("--overlong-buffer", ["-", "4"]),
     "--max-gen-batches": ("--zero-variance", ["-"]),
 }
+NOT_DIVIDED = ["dr_grpo", "rloo", "opo", "gpg", "grpo_batch_std", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+NOT_DIVIDED += ["optimal_token_baseline", "tir_optimal_token_baseline"]
+KL_IN_REWARD = {"--kl-placement reward": ("--adv-estimator", NOT_DIVIDED)}
 OWN_NEEDS = {
+    "grpo": KL_IN_REWARD,
     "ppo": {  # which has a KL in the reward by default
         "--kl-estimator": ("--kl-coef", ["-", "0.1"]),
         "--kl-placement": ("--kl-coef", ["-", "0.1"]),
         "--kl-target": ("--kl-placement", ["-", "reward"]),
     },
-    "dapo": {  # which has an overlong penalty and refills by default
+    "dapo": KL_IN_REWARD
+    | {  # which has an overlong penalty and refills by default
+        "--adv-estimator maxrl": ("--overlong-buffer", ["0"]),
         "--reward-keys a,b": ("--overlong-buffer", ["0"]),
         "--group-size 1": ("--zero-variance", ["keep"]),
     },
@@ -317,7 +323,7 @@ def rows_of(seed: int, group_size: int, sampling) -> list[Row]:
                 score=None if dead else score,
                 components=components,
                 turn_rewards=[rng.choice([0.0, 0.25]) for _ in range(n)],
-                reward_model=rng.choice([-1.0, 0.5]),
+                reward_model=rng.choice([1.0, 0.5]),
                 greedy_score=greedy,
                 truncated=n == T and g != 2,
             )
@@ -587,7 +593,8 @@ ON_TWO_RANKS = {  # cases of each script
         "--adv-estimator gdpo --reward-keys a,b --update-epochs 2 --micro-batch-tokens 12 --token-masks.m2po 0.06",
         "--adv-estimator optimal_token_baseline --rollout-correction.level sequence --token-masks.top-entropy 0.8",
         "--loss clip_cov --token-masks.clip-cov-ratio 0.1 --token-masks.clip-cov-bounds 0.01,2 --micro-batch-tokens 12",
-        "--loss kl_cov --token-masks.kl-cov-ratio 0.1 --kl-coef 0.1 --kl-placement reward --kl-target 0.5",
+        "--loss kl_cov --token-masks.kl-cov-ratio 0.1 --adv-estimator rloo --kl-coef 0.1 --kl-placement reward "
+        "--kl-target 0.5",
         "--adv-estimator reinforce_plus_plus --rollout-correction.reject... seq-mean-k1,0.8,1.25 --entropy-target 4",
         "--loss-agg-mode seq-mean-token-sum-norm --token-masks.m2po 0.06 --top-p 0.8 --entropy-coef 0.05",
     ),
