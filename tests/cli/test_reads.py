@@ -276,5 +276,5 @@ def test_the_default_kl_estimator_has_a_gradient_at_its_placement(script):
     more = ["--adv-estimator", "rloo"] if script in ("grpo", "dapo") else []
     for placement, estimator in ("loss", "k3+"), ("reward", "k1"):
         words = ["--kl-coef", "0.1", "--kl-placement", placement, *more]
-        assert parse_flags(import_module(script).Args, words).kl_estimator == estimator
-        assert parse_flags(import_module(script).Args, [*words, "--kl-estimator", "k2"]).kl_estimator == "k2"
+        assert parse_flags(importlib.import_module(script).Args, words).kl_estimator == estimator
+        assert parse_flags(importlib.import_module(script).Args, [*words, "--kl-estimator", "k2"]).kl_estimator == "k2"

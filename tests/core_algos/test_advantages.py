@@ -371,7 +371,7 @@ def test_maxrl_takes_no_reward_below_0():
     args = torch.ones(3, 1), ["a", "a", "b"]
     close(ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [0.0], [0.0]]), *args)[0], torch.tensor([[1.0], [-1.0], [0.0]]))
     ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [0.0], [-1.0]]), torch.tensor([[1], [1], [0]]), ["a", "a", "b"])
-    with pytest.raises(InputError, match="maxrl .* needs rewards of 0 or more; a response has the reward -1: "):
+    with pytest.raises(InputError, match="needs rewards of 0 or more; a response has the reward -1: "):
         ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [-1.0], [0.0]]), *args)
 
 
