@@ -50,6 +50,12 @@ class Row:
     fresh: bool = True  # DAPO: sampled in this step, by these weights
 
     @property
+    def turn_numbers(self) -> list[int]:
+        """By position: a tool's answer is between two turns."""
+        starts = [own and not before for own, before in zip(self.sampled, [False, *self.sampled])]
+        return [sum(starts[: t + 1]) * own for t, own in enumerate(self.sampled)]
+
+    @property
     def anchor_states(self) -> list[int]:
         """By position: the state in which a token's turn began. Here tools answer odd and even."""
         states, seen = [], 0

@@ -41,7 +41,7 @@ CASES = {  # flags that add columns, and some of these
     "dapo": ("--overlong-filtering", "truncated is_fresh sampled_at"),
     "grpo with tools": (
         " ".join([*TOOLS, "--prompt-sampling skip --adv-estimator gigpo"]),
-        "turn_rewards anchor_states num_turns data_row",
+        "turn_rewards anchor_states turn_numbers num_turns data_row",
     ),
 }
 

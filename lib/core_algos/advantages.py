@@ -384,8 +384,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
 
 
 class Turns(NamedTuple):
-    """The turns of the live rows, in float64 on the CPU. A turn is a run of valid tokens: a tool's or a user's answer
-    is always between two."""
+    """The turns of the live rows, in float64 on the CPU."""
 
     rewards: Tensor  # (N, K): r_ik, the sum of the rewards of the tokens of turn k
     exists: Tensor  # (N, K) bool: whether the row has that turn
@@ -396,10 +395,13 @@ class Turns(NamedTuple):
     spread: Callable[[Tensor], Pair]  # A of each turn, in the order of `exists`, -> advantages (B, T), returns (B, T)
 
 
-def _turns(rewards: Tensor, mask: Tensor, index: Index) -> Turns:
+def _turns(rewards: Tensor, mask: Tensor, index: Index, turn_numbers: Tensor | None) -> Turns:
+    """turn_numbers (B, T): of the turn of each valid token, rising from 1. None: a turn is a run of valid tokens."""
     scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
     valid = mask.bool().cpu()[alive]  # (N, T)
-    starts = valid & ~F.pad(valid, (1, -1))
+    runs = (valid & ~F.pad(valid, (1, -1))).cumsum(1)
+    numbers = (runs if turn_numbers is None else turn_numbers.cpu()[alive]).where(valid, 0)
+    starts = numbers > F.pad(numbers.cummax(1).values, (1, -1))
     turn = (starts.cumsum(1) - 1).clamp(min=0)  # (N, T): the number of a valid token's turn
     K = int(turn.amax()) + 1 if len(turn) else 0
     tokens = _keep(rewards.detach().cpu()[alive], valid).double()
@@ -433,6 +435,7 @@ def compute_gigpo_advantage(
     index,
     *,
     anchor_states,
+    turn_numbers=None,
     gamma=0.95,
     turn_coef=1.0,
     epsilon=1e-6,
@@ -443,8 +446,9 @@ def compute_gigpo_advantage(
 
     A^E_i is GRPO's advantage of the episode, by its R_i. A^S_ik is GRPO's advantage of the turn, by its return
     Σ_{l≥k} gamma^(l−k)·r_il, among all turns of the group that began in the same state, whatever their number; 0 for a
-    turn that is alone in its state. anchor_states (B, T): on the tokens of a turn, the id of that state."""
-    turns = _turns(token_level_rewards, response_mask, index)
+    turn that is alone in its state. anchor_states (B, T): on the tokens of a turn, the id of that state; turn_numbers
+    (B, T): the turn of each token, by default a run of valid ones."""
+    turns = _turns(token_level_rewards, response_mask, index, turn_numbers)
     returns = turns.rewards.clone()
     for k in reversed(range(returns.shape[1] - 1)):
         returns[:, k] += gamma * returns[:, k + 1]
@@ -459,6 +463,7 @@ def compute_mt_grpo_advantage(
     token_level_rewards,
     response_mask,
     index,
+    turn_numbers=None,
     turn_coef=1.0,
     epsilon=1e-6,
     norm_adv_by_std_in_grpo=True,
@@ -469,8 +474,8 @@ def compute_mt_grpo_advantage(
     The reward of the last turn is the outcome; A^O_i is GRPO's advantage by it. A^T_ik is GRPO's advantage of r_ik
     among the kth turns of the group; 0 if there is no other. The paper's episodes all have the same number of turns.
     Here one that ends with its kth turn takes part there with a turn reward of 0, as an episode without a call does in
-    the paper."""
-    turns = _turns(token_level_rewards, response_mask, index)
+    the paper. turn_numbers (B, T): the turn of each token, by default a run of valid ones."""
+    turns = _turns(token_level_rewards, response_mask, index, turn_numbers)
     row, number = turns.exists.nonzero(as_tuple=True)  # of each turn
     rewards = turns.rewards[turns.exists]
     last = number == turns.exists.sum(1)[row] - 1

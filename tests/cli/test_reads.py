@@ -142,6 +142,7 @@ def step_tensors() -> tuple[dict[str, torch.Tensor], np.ndarray, torch.Tensor]:
         **{name: log_probs() for name in ("old_log_probs", "rollout_log_probs", "ref_log_prob")},
         "entropys": torch.rand(B, T),
         "squared_score": torch.rand(B, T),
+        "turn_numbers": mask * (1 + (torch.arange(T) > 4)),
         "anchor_states": torch.arange(B)[:, None].expand(B, T) % 2,
     }
     return t, np.array([f"1-{g}" for g in groups], dtype=object), log_probs()

@@ -558,6 +558,17 @@ def test_mt_grpo_by_hand(coef):
     close(found, by_turn(first, outcome))
 
 
+@pytest.mark.parametrize("name", ["gigpo", "mt_grpo"])
+def test_turns_that_follow_each_other_without_a_token_between(name):
+    """An agent that samples in pieces: the same turns as with a tool's answer between them, in other columns."""
+    apart = EPISODES | {"turn_numbers": torch.tensor([[1, 1, 0, 2]] * 3 + [[1, 0, 0, 0]])}
+    together = {k: x[:, [0, 1, 3]] if isinstance(x, torch.Tensor) else x for k, x in apart.items()}
+    columns = [{k: x for k, x in b.items() if name == "gigpo" or k != "anchor_states"} for b in (apart, together)]
+    (expected, _), (found, _) = (ADV_ESTIMATORS[name](**b) for b in columns)
+    close(found, expected[:, [0, 1, 3]])
+    close(expected, ADV_ESTIMATORS[name](**{k: x for k, x in columns[0].items() if k != "turn_numbers"})[0])
+
+
 @for_all(seed=seeds)
 @pytest.mark.parametrize("by_std", [True, False])
 @pytest.mark.parametrize("singleton", ["raw", "zero"])

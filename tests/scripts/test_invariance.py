@@ -491,7 +491,7 @@ def test_no_row_of_an_estimator_depends_on_dead_rows_row_order_or_padding(name):
     for seed in range(10):
         b, _ = mini_batch(seed)
         g = torch.Generator().manual_seed(seed)
-        b |= {"token_level_rewards": b["returns"].round(), "squared_score": b["entropys"] / 9}
+        b |= {"token_level_rewards": b["returns"].round().abs(), "squared_score": b["entropys"] / 9}
         b |= {"reward_baselines": torch.randn(ROWS, generator=g).double()}
         b |= {"rollout_is_weights": 2 * torch.rand(b["returns"].shape, generator=g).double()}
         b |= {"reward_components": torch.randn(ROWS, 2, generator=g).round().double()}
