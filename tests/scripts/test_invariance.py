@@ -496,6 +496,7 @@ def test_no_row_of_an_estimator_depends_on_dead_rows_row_order_or_padding(name):
         b |= {"rollout_is_weights": 2 * torch.rand(b["returns"].shape, generator=g).double()}
         b |= {"reward_components": torch.randn(ROWS, 2, generator=g).round().double()}
         b |= {"anchor_states": torch.randint(0, 2, b["returns"].shape, generator=g)}
+        b |= {"turn_numbers": torch.randint(0, 2, b["returns"].shape, generator=g).cumsum(1) + 1}
         index = torch.randint(0, 5, (ROWS,), generator=g)  # groups of one too
 
         def call(rows, dead=0, columns=0, b=b, index=index, seed=seed):
