@@ -100,8 +100,8 @@ class Args(shared.ScriptArgs, script="dapo"):
     # ---- KL to the start model
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
-    kl_estimator: shared.KLEstimator = "k3+"
-    """KL estimator (docs/algorithms.md): k3+ has the gradient of the KL, for the loss; k1 is usual in the reward"""
+    kl_estimator: Literal["auto"] | shared.KLEstimator = "auto"
+    """KL estimator (docs/algorithms.md); auto: k3+, which has the gradient of the KL, in the loss, k1 in the reward"""
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None
@@ -119,9 +119,7 @@ class Args(shared.ScriptArgs, script="dapo"):
                 "slow groups would grow too old; use prompts"
             )
         if self.zero_variance == "refill" and self.group_size < 2:
-            raise InputError(
-                f"--zero-variance refill compares the scores of a group: --group-size {self.group_size} is too small"
-            )
+            raise InputError("--zero-variance refill compares the scores of a group: --group-size 1 is too small")
         if self.overlong_buffer > self.rollout.max_response_length:
             raise InputError(
                 f"--overlong-buffer {self.overlong_buffer}: must be at most {self.rollout.max_response_length}"
@@ -214,13 +212,15 @@ def sample_groups(
         gen_batches, uninformative_rows = gen_batches + 1, uninformative_rows + len(uninformative)
     filled = max(needed - len(pool), 0)
     pool = concat_rows([pool, rejected[:filled]])
+    # leftovers, new groups and fillers are dealt out to the mini-batches, the last group, a new one, to the first
+    deal = torch.arange(needed).view(-1, args.num_mini_batches, args.group_size).flip(1).transpose(0, 1).flatten()
     metrics |= {
         "training/rows_in": gen_batches * needed + old_rows,
         "training/rows_dropped/refilled": uninformative_rows - filled,
         "training/rows_left_over": len(pool) - needed,
         "training/gen_batches": gen_batches,
     }
-    return rollouts.own_rows(concat_rows([pool[:needed]])), pool[needed:], metrics  # as wide as its longest row
+    return rollouts.own_rows(concat_rows([pool[deal]])), pool[needed:], metrics  # as wide as its longest row
 
 
 @timed("advantages")

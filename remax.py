@@ -74,8 +74,8 @@ class Args(shared.ScriptArgs, script="remax"):
     # ---- KL to the start model
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
-    kl_estimator: shared.KLEstimator = "k3+"
-    """KL estimator (docs/algorithms.md): k3+ has the gradient of the KL, for the loss; k1 is usual in the reward"""
+    kl_estimator: Literal["auto"] | shared.KLEstimator = "auto"
+    """KL estimator (docs/algorithms.md); auto: k3+, which has the gradient of the KL, in the loss, k1 in the reward"""
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None

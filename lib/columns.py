@@ -66,6 +66,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     "lib/agent/agent_loop.py: _as_batch": (
         Column("turn_rewards", "B, T", "float32", "rewards of tools, interactions and agents", "add_to", saved="turns"),
         Column("anchor_states", "B, T", "int64", "hash of the answer before the turn, or 0", "gigpo", "if read"),
+        Column("turn_numbers", "B, T", "int64", "number of the turn, from 1, or 0", "gigpo, mt_grpo", "if read"),
         Column("messages", "B", "list", "the episode"),
         Column("answer", "B", "str", "the last answer of --agent, or None if the agent gave a reward", "rewards"),
         Column("num_turns", "B", "int", "turns of the policy", "metrics"),

@@ -249,7 +249,8 @@ def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[N
 
     def relative(i: int, R: dict[int, float]) -> float:
         """The advantage of row i against its group; of a row that is alone, what stands for it."""
-        group, others = [R[j] for j in mates_of(i)], [R[j] for j in mates_of(i) if j != i]
+        mates = [j for j in mates_of(i) if j in R]
+        group, others = [R[j] for j in mates], [R[j] for j in mates if j != i]
         if name == "maxrl":
             return (R[i] - mean(group)) / mean(group) if others and mean(group) > 0 else 0.0
         if not others and (args.singleton == "zero" or name == "grpo_passk"):
@@ -275,8 +276,9 @@ def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[N
 
     if name == "gdpo":
         weighted = zip(args.reward_keys, kwargs.reward_weights or [1] * len(args.reward_keys))
-        each = [(w, {i: rows[i].components[key] for i in at}) for key, w in weighted]
-        advantages = whitened(spread({i: fsum(w * relative(i, R) for w, R in each) for i in at}))
+        each = [(w, {i: x for i in at if (x := rows[i].components[key]) == x}) for key, w in weighted]
+        terms = {i: fsum(w * relative(i, R) for w, R in each if i in R) for i in at if any(i in R for _, R in each)}
+        advantages = whitened({(i, t): terms[i] for i in terms for t in at[i]})  # the others have 0
     else:
         advantages = spread({i: relative(i, scores) for i in at})
         advantages = whitened(advantages) if name == "reinforce_plus_plus_baseline" else advantages

@@ -50,6 +50,12 @@ class Row:
     fresh: bool = True  # DAPO: sampled in this step, by these weights
 
     @property
+    def turn_numbers(self) -> list[int]:
+        """By position: a tool's answer is between two turns."""
+        starts = [own and not before for own, before in zip(self.sampled, [False, *self.sampled])]
+        return [sum(starts[: t + 1]) * own for t, own in enumerate(self.sampled)]
+
+    @property
     def anchor_states(self) -> list[int]:
         """By position: the state in which a token's turn began. Here tools answer odd and even."""
         states, seen = [], 0
@@ -156,9 +162,13 @@ def sample_groups(args, pool: list[Row], batches: list[list[Row]]) -> tuple[list
             (informative if has_signal or args.zero_variance != "refill" else others).extend(group)
     filled = max(needed - len(informative), 0)
     rows = informative + others[:filled]
+    groups, parts = [rows[i : i + size] for i in range(0, needed, size)], args.num_mini_batches
+    dealt = [[] for _ in range(parts)]  # from the last group, which is new, to the first
+    for n, group in enumerate(reversed(groups)):
+        dealt[n % parts] = group + dealt[n % parts]
     metrics = {"training/rows_in": sampled * needed + len(pool), "training/gen_batches": sampled}
     metrics |= {"training/rows_dropped/refilled": len(others) - filled, "training/rows_left_over": len(rows) - needed}
-    return rows[:needed], rows[needed:], metrics
+    return [row for part in dealt for row in part], rows[needed:], metrics
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -293,20 +303,21 @@ class Trainer:
         sums: dict[str, float] = defaultdict(float)
         mini_batches, mismatch = list(self.mini_batches(len(b.rows))), {}
 
-        def descend(model: Bigram, name: str, loss: torch.Tensor, metric: str) -> None:
+        def descend(model: Bigram, name: str, loss: torch.Tensor, metric: str, trained: list[Token]) -> None:
             gradient, norm = model.descend(loss, self.lr, self.args.optimizer.max_grad_norm)
-            self.updates.append(gradient)
+            if any(i in mine for i, _ in trained):  # else the weights stay
+                self.updates.append(gradient)
             means[f"{name}/grad_norm"].append(norm)
             sums[metric] += loss.item() / len(mini_batches)
 
         for number, mine in enumerate(mini_batches):
             if self.critic:
-                descend(self.critic, "critic", self.critic_loss(b, mine, means), "critic/vf_loss")
+                descend(self.critic, "critic", self.critic_loss(b, mine, means), "critic/vf_loss", b.valid)
             if not warm_up:
                 new = at_tokens(self.policy, b.rows, [u for u in b.mask if u[0] in mine], self.args.rollout)
                 if number == 0:
                     mismatch = self.mismatch({u: x for u, x in new.items() if b.rows[u[0]].fresh}, b.rollout)
-                descend(self.policy, "actor", self.policy_loss(b, new, mine, means), "actor/loss")
+                descend(self.policy, "actor", self.policy_loss(b, new, mine, means), "actor/loss", b.kept)
         return mismatch | sums | {name: mean(x) for name, x in means.items() if x}
 
     def mini_batches(self, rows: int) -> Iterator[list[int]]:

@@ -41,7 +41,7 @@ CASES = {  # flags that add columns, and some of these
     "dapo": ("--overlong-filtering", "truncated is_fresh sampled_at"),
     "grpo with tools": (
         " ".join([*TOOLS, "--prompt-sampling skip --adv-estimator gigpo"]),
-        "turn_rewards anchor_states num_turns data_row",
+        "turn_rewards anchor_states turn_numbers num_turns data_row",
     ),
 }
 
@@ -81,7 +81,7 @@ def test_code_reads_columns_of_the_table():
 READ = {  # what a run declares, besides the columns that are always gathered
     "": "",
     "--adv-estimator optimal_token_baseline": "squared_score",
-    "--kl-coef 0.1 --kl-placement reward": "old_log_probs ref_log_prob",
+    "--adv-estimator rloo --kl-coef 0.1 --kl-placement reward": "old_log_probs ref_log_prob",
     "--kl-coef 0.1": "",
     "--rollout-correction.level token --token-masks.top-entropy 0.5": "rollout_log_probs old_log_probs entropys",
     "--loss clip_cov": "old_log_probs",

@@ -310,13 +310,14 @@ def test_the_line_counts_of_the_readme_are_those_of_the_tree():
 
 
 def test_tables_of_algorithms_are_complete():
+    from lib.args import settings
     from lib.core_algos import ADV_ESTIMATORS, CRITERIA, LOSS_AGG_MODES, POLICY_LOSSES, TOKEN_MASKS
 
     tables = {
         "Advantages": ADV_ESTIMATORS,
         "Policy losses": POLICY_LOSSES,
         "Aggregation": LOSS_AGG_MODES,
-        "KL to the start model": choices("grpo", "kl_estimator"),
+        "KL to the start model": get_args(settings.KLEstimator),
         "Token masks": TOKEN_MASKS,
         "Groups with equal scores": choices("dapo", "zero_variance"),
         "Rollout correction": CRITERIA,

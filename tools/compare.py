@@ -62,9 +62,9 @@ class Difference(NamedTuple):
 def paired_difference(differences: np.ndarray, confidence: float = 0.95) -> Difference:
     """The mean of differences (S, P) of S seeds at P prompts, both drawn at random, with its confidence interval.
 
-    Model: D[s, p] = mean + seed[s] + prompt[p] + rest[s, p]. The variance of the mean is estimated by the mean squares
-    of the two-way analysis of variance, its degrees of freedom by Satterthwaite's approximation (Biometrics Bulletin 2,
-    1946). With P = 1 this is the paired t-test over seeds.
+    Model: D[s, p] = mean + seed[s] + prompt[p] + rest[s, p]. The variance of the mean is that between seeds and that
+    between prompts, by the mean squares of the two-way analysis of variance; each has a Student's t of its own, since
+    the first has few degrees of freedom. With P = 1 this is the paired t-test over seeds.
     """
     seeds, prompts = differences.shape
     mean = float(differences.mean())
@@ -77,12 +77,9 @@ def paired_difference(differences: np.ndarray, confidence: float = 0.95) -> Diff
     if prompts > 1:
         of_prompts = seeds * float((by_prompt**2).sum()) / (prompts - 1)
         of_rest = float(((differences - mean - by_seed - by_prompt) ** 2).sum()) / ((seeds - 1) * (prompts - 1))
-    spread = of_seeds**2 / (seeds - 1)
-    if of_prompts > of_rest:
-        spread += of_prompts**2 / (prompts - 1) + of_rest**2 / ((seeds - 1) * (prompts - 1))
-    total = of_seeds + max(of_prompts - of_rest, 0.0)  # S x P x the variance of the mean
-    freedom = max(total**2 / spread if spread else math.inf, min(seeds, prompts) - 1)  # never fewer than of the scarcer
-    half = t_quantile((1 + confidence) / 2, freedom) * math.sqrt(total / differences.size)
+    parts = (of_seeds, seeds - 1), (max(of_prompts - of_rest, 0.0), max(prompts - 1, 1))
+    squares = (t_quantile((1 + confidence) / 2, freedom) ** 2 * part for part, freedom in parts)
+    half = math.sqrt(sum(squares) / differences.size)
     low, high = mean - half, mean + half
     if low > 0 or high < 0:
         return Difference(mean, low, high, "more" if low > 0 else "less")

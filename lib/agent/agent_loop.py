@@ -107,9 +107,10 @@ class Episodes:
             for at, reward in zip(request.rewarded, request.turn_rewards):
                 given[i, at] += reward
         batch.batch["turn_rewards"] = given * batch.batch["response_mask"].any(1, keepdim=True)
-        states = [torch.tensor(request.anchor_states, dtype=torch.long) for request in requests]
-        states = [F.pad(own, (0, given.shape[1] - len(own))) for own in states]
-        batch.batch["anchor_states"] = torch.stack(states).to(given.device)
+        for name in "anchor_states", "turn_numbers":
+            of_rows = [torch.tensor(getattr(request, name), dtype=torch.long) for request in requests]
+            of_rows = [F.pad(own, (0, given.shape[1] - len(own))) for own in of_rows]
+            batch.batch[name] = torch.stack(of_rows).to(given.device)
         columns = {name: [getattr(request, name) for request in requests] for name in OUTPUT_COLUMNS}
         if self.settings.agent:
             columns["answer"] = [request.answer for request in requests]

@@ -178,6 +178,7 @@ class AsyncRolloutRequest:
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)  # -1 where none is known
     anchor_states: list[int] = field(default_factory=list)  # of a sampled token: the observation before its turn
+    turn_numbers: list[int] = field(default_factory=list)  # of a sampled token: the number of its turn, from 1
     new_positions: list[torch.Tensor] = field(default_factory=list)  # pieces
     routed_experts: torch.Tensor | None = None  # of the prompt and the response, as in the column
     starts: list[int] = field(default_factory=lambda: [0])  # where segments start; the first includes the prompt
@@ -251,6 +252,7 @@ class AsyncRolloutRequest:
         self.log_probs += [0.0] * len(ids) if sampled is None else sampled.log_probs
         self.weight_versions += (sampled.weight_versions if sampled else None) or [-1] * len(ids)
         self.anchor_states += [self.observation if sampled is not None else 0] * len(ids)
+        self.turn_numbers += [1 + max(self.turn_numbers, default=0) if sampled is not None else 0] * len(ids)
 
     def add_routes(self, routes: torch.Tensor | None) -> None:
         """routes: of the tokens of `context` as far as they are known, if the engine returns them."""

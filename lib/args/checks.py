@@ -15,6 +15,7 @@ from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import as_flag
 
 HUB_ANSWER_S = 5.0
+BY_STD = ("grpo_passk", "gigpo", "mt_grpo")  # unless --adv-kwargs.norm-adv-by-std-in-grpo False
 GIVE_NO_REWARD = {"calculator", "python", "zoom", "bash", "search", "mcp"}  # to a call: kinds of --multi-turn.tools
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>\w+))?")
 
@@ -166,8 +167,19 @@ def _check_turns(args: ScriptArgs) -> None:
 
 
 def _check_kl(args: ScriptArgs) -> None:
+    in_reward, estimator = args.kl_placement == "reward", args.adv_estimator
+    if args.kl_coef > 0 and args.kl_estimator == "auto":
+        args.kl_estimator = "k1" if in_reward else "k3+"
     if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
         raise InputError(f"--kl-horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
+    by_std = estimator in BY_STD and args.adv_kwargs.norm_adv_by_std_in_grpo is not False
+    if args.kl_coef > 0 and in_reward and (by_std or estimator in ("grpo", "grpo_leave_one_out", "maxrl")):
+        why = (
+            "it divides by the deviation or mean of a group's rewards, and with equal scores these are of the KL alone"
+        )
+        raise InputError(f"--kl-placement reward with --adv-estimator {estimator}: {why}: take loss, or rloo")
+    if estimator == "maxrl" and args.overlong_buffer:
+        raise InputError("--adv-estimator maxrl needs rewards of 0 or more: add --overlong-buffer 0")
 
 
 def _check_parallel(args: ScriptArgs) -> None:

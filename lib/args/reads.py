@@ -103,7 +103,7 @@ TABLE = (
     Row("adv_estimator dr_grpo|rloo|opo|reinforce_plus_plus_baseline", "singleton"),
     Row(f"adv_estimator {BY_STD}", "adv_kwargs.norm_adv_by_std_in_grpo"),
     Row(f"adv_estimator {BY_STD} and no adv_kwargs.norm_adv_by_std_in_grpo False", "adv_kwargs.epsilon"),
-    Row("adv_estimator gigpo|mt_grpo", "singleton adv_kwargs.turn_coef"),
+    Row("adv_estimator gigpo|mt_grpo", "singleton adv_kwargs.turn_coef", "turn_numbers"),
     Row("adv_estimator gigpo", "adv_kwargs.gamma", "anchor_states"),
     Row("adv_estimator gpg", "singleton adv_kwargs.f_norm"),
     Row("adv_estimator maxrl", ""),

@@ -45,6 +45,7 @@ from lib.core_algos.policy_losses import (
 )
 from lib.core_algos.reductions import (
     LOSS_AGG_MODES,
+    ROUNDING,
     agg_loss,
     at_last_token,
     group_mean,

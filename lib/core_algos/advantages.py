@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lib import InputError
 from lib.core_algos.reductions import (
+    ROUNDING,
     Index,
     _group_sum,
     _keep,
@@ -222,13 +223,14 @@ def compute_grpo_leave_one_out_outcome_advantage(
 ) -> Pair:
     """GRPO with the others' statistics (NeMo-RL, AReaL): A_i = (R_i − mean_{j≠i} R_j) / (std_{j≠i} + epsilon).
 
-    If all the others' rewards are equal, A is not divided. This compares the rewards, not their std, which rounding may
-    leave above 0, so that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one."""
+    If all the others' rewards are equal, but for rounding, A is not divided: their std may be above 0 by rounding, so
+    that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one."""
     scores, advantages, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     for rows in _groups(scores, group):
         size, ordered = len(rows), scores[rows] - scores[rows[0]]
         others = ordered.expand(size, size)[~torch.eye(size, dtype=torch.bool)].view(size, size - 1)
-        loo, differ = ordered - others.mean(1), others[:, 0] != others[:, -1]
+        rounding = ROUNDING * scores[rows].abs().max()
+        loo, differ = ordered - others.mean(1), others[:, -1] - others[:, 0] > rounding
         std = ((others - others.mean(1, keepdim=True)).square().sum(1) / max(size - 2, 1)).sqrt()
         advantages[rows] = torch.where(differ, loo / (std + epsilon), loo)
     return spread(advantages)
@@ -264,10 +266,16 @@ def compute_gpg_outcome_advantage(token_level_rewards, response_mask, index, f_n
 
 
 def compute_maxrl_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
-    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g <= 0; for rewards >= 0.
+    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g = 0. Raises InputError for an R_i below 0:
+    with it the mean is no measure of how often a prompt is solved.
 
     A group of one gives 0 by the formula, "raw" or "zero" (the paper's code takes mean 0 there: A = R / epsilon)."""
     scores, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    if (scores < 0).any():
+        why = f"a response has the reward {float(scores.min()):g}: give scores of 0 and 1, or take another estimator"
+        raise InputError(
+            f"--adv-estimator maxrl divides by the mean of a group, which needs rewards of 0 or more; {why}"
+        )
     mean = _group_sum(scores, group) / size
     return spread(torch.where((mean > 0) & (size > 1), centred / mean, 0))
 
@@ -277,15 +285,18 @@ def compute_gdpo_outcome_advantage(
 ) -> Pair:
     """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
 
-    reward_components (B, K): K rewards of each row; reward_weights: K numbers, 1 by default. Of token_level_rewards
-    only the dtype is used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl) or 0 ("zero")."""
+    reward_components (B, K): K rewards of each row, or NaN: a row without reward k is in no mean or deviation of it and
+    has no such term; one without any is not whitened, A = 0. reward_weights: K numbers, 1 by default. Of
+    token_level_rewards only the dtype is used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl)
+    or 0 ("zero")."""
     weights = [1.0] * reward_components.shape[1] if reward_weights is None else reward_weights
     if len(weights) != reward_components.shape[1]:
         raise InputError(f"gdpo: {len(weights)} weights for {reward_components.shape[1]} rewards: give one for each")
-    alive = response_mask.bool().any(-1, keepdim=True)
-    components = zip(weights, reward_components.double().split(1, dim=1))
-    rows = sum(w * compute_grpo_outcome_advantage(r, alive, index, singleton=singleton)[0] for w, r in components)
-    advantages = _whiten(rows.expand(response_mask.shape), response_mask)
+    known = response_mask.bool().any(-1, keepdim=True) & ~reward_components.isnan()  # (B, K)
+    components = zip(weights, reward_components.double().split(1, dim=1), known.split(1, dim=1))
+    rows = sum(w * compute_grpo_outcome_advantage(r, m, index, singleton=singleton)[0] for w, r, m in components)
+    mask = response_mask.bool() & known.any(1, keepdim=True)
+    advantages = _whiten(rows.expand(mask.shape), mask)
     return _rewards_dtype(token_level_rewards, advantages, advantages)
 
 
@@ -373,8 +384,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
 
 
 class Turns(NamedTuple):
-    """The turns of the live rows, in float64 on the CPU. A turn is a run of valid tokens: a tool's or a user's answer
-    is always between two."""
+    """The turns of the live rows, in float64 on the CPU."""
 
     rewards: Tensor  # (N, K): r_ik, the sum of the rewards of the tokens of turn k
     exists: Tensor  # (N, K) bool: whether the row has that turn
@@ -385,10 +395,13 @@ class Turns(NamedTuple):
     spread: Callable[[Tensor], Pair]  # A of each turn, in the order of `exists`, -> advantages (B, T), returns (B, T)
 
 
-def _turns(rewards: Tensor, mask: Tensor, index: Index) -> Turns:
+def _turns(rewards: Tensor, mask: Tensor, index: Index, turn_numbers: Tensor | None) -> Turns:
+    """turn_numbers (B, T): of the turn of each valid token, rising from 1. None: a turn is a run of valid tokens."""
     scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
     valid = mask.bool().cpu()[alive]  # (N, T)
-    starts = valid & ~F.pad(valid, (1, -1))
+    runs = (valid & ~F.pad(valid, (1, -1))).cumsum(1)
+    numbers = (runs if turn_numbers is None else turn_numbers.cpu()[alive]).where(valid, 0)
+    starts = numbers > F.pad(numbers.cummax(1).values, (1, -1))
     turn = (starts.cumsum(1) - 1).clamp(min=0)  # (N, T): the number of a valid token's turn
     K = int(turn.amax()) + 1 if len(turn) else 0
     tokens = _keep(rewards.detach().cpu()[alive], valid).double()
@@ -422,6 +435,7 @@ def compute_gigpo_advantage(
     index,
     *,
     anchor_states,
+    turn_numbers=None,
     gamma=0.95,
     turn_coef=1.0,
     epsilon=1e-6,
@@ -432,8 +446,9 @@ def compute_gigpo_advantage(
 
     A^E_i is GRPO's advantage of the episode, by its R_i. A^S_ik is GRPO's advantage of the turn, by its return
     Σ_{l≥k} gamma^(l−k)·r_il, among all turns of the group that began in the same state, whatever their number; 0 for a
-    turn that is alone in its state. anchor_states (B, T): on the tokens of a turn, the id of that state."""
-    turns = _turns(token_level_rewards, response_mask, index)
+    turn that is alone in its state. anchor_states (B, T): on the tokens of a turn, the id of that state; turn_numbers
+    (B, T): the turn of each token, by default a run of valid ones."""
+    turns = _turns(token_level_rewards, response_mask, index, turn_numbers)
     returns = turns.rewards.clone()
     for k in reversed(range(returns.shape[1] - 1)):
         returns[:, k] += gamma * returns[:, k + 1]
@@ -448,6 +463,7 @@ def compute_mt_grpo_advantage(
     token_level_rewards,
     response_mask,
     index,
+    turn_numbers=None,
     turn_coef=1.0,
     epsilon=1e-6,
     norm_adv_by_std_in_grpo=True,
@@ -458,8 +474,8 @@ def compute_mt_grpo_advantage(
     The reward of the last turn is the outcome; A^O_i is GRPO's advantage by it. A^T_ik is GRPO's advantage of r_ik
     among the kth turns of the group; 0 if there is no other. The paper's episodes all have the same number of turns.
     Here one that ends with its kth turn takes part there with a turn reward of 0, as an episode without a call does in
-    the paper."""
-    turns = _turns(token_level_rewards, response_mask, index)
+    the paper. turn_numbers (B, T): the turn of each token, by default a run of valid ones."""
+    turns = _turns(token_level_rewards, response_mask, index, turn_numbers)
     row, number = turns.exists.nonzero(as_tuple=True)  # of each turn
     rewards = turns.rewards[turns.exists]
     last = number == turns.exists.sum(1)[row] - 1

@@ -9,6 +9,9 @@ from torch import Tensor
 from lib import InputError
 
 Index = Sequence | np.ndarray | Tensor  # (B,): rows of equal id are one group
+ROUNDING = 2.0**-20
+"""Of the sum of a row's |r|: so much may a score be off, a sum of a few float32, each rounded by 2^-24 or less: 0.1 +
+0.2 is 0.3."""
 
 
 def _keep(values: Tensor, mask: Tensor) -> Tensor:
@@ -49,15 +52,20 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 def _outcome_scores(token_level_rewards: Tensor, response_mask: Tensor, index) -> tuple[Tensor, Tensor, Tensor]:
     """The live rows' scores R_i = Σ_t r·m (N,) and group numbers (N,), and which rows are live (B,), on the CPU.
 
-    Dead rows are dropped here, so they cannot affect the others. Scores are float64, so sums of float32 are exact."""
+    Dead rows are dropped here, so they cannot affect the others. Scores are float64, so sums of float32 are exact. The
+    rewards are rounded: a score within `ROUNDING` of 0 is 0, and scores of a group that differ by less are equal."""
     ids = index.cpu().numpy() if isinstance(index, Tensor) else np.asarray(index)
     if ids.shape != (len(response_mask),):
         raise ValueError(f"index needs one group id for each of the {len(response_mask)} rows, not shape {ids.shape}")
     alive = response_mask.bool().any(-1)
-    scores = _keep(token_level_rewards, response_mask)[alive].double().sum(-1).cpu()
+    rewards = _keep(token_level_rewards, response_mask)[alive].double()
+    scores, rounding = rewards.sum(-1).cpu(), ROUNDING * rewards.abs().sum(-1).cpu()
     alive = alive.cpu()
     group = torch.from_numpy(np.unique(ids[alive.numpy()], return_inverse=True)[1])
-    return scores, group, alive
+    scores = scores.where(scores.abs() > rounding, 0)
+    low, high = (_group_extreme(scores, group, which) for which in ("amin", "amax"))
+    equal = high - low <= _group_extreme(rounding, group, "amax")
+    return low.where(equal, scores), group, alive
 
 
 def _group_sum(values: Tensor, group: Tensor) -> Tensor:
@@ -86,15 +94,19 @@ def at_last_token(row_values: Tensor, response_mask: Tensor) -> Tensor:
 def zero_variance_rows(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index, reward_components: Tensor | None = None
 ) -> Tensor:
-    """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all exactly equal.
+    """(B,) bool: the live rows of groups of two or more live rows whose scores R_i are all equal, but for rounding.
 
     Estimators of outcomes give them advantage 0, and DAPO's dynamic sampling, arXiv 2503.14476, drops them. Groups of
     one do not count, since their variance is undefined, not zero. The arguments are those of the estimators. With
-    reward_components (B, K), which GDPO compares one by one, each of the K must be equal, whatever their sum is."""
+    reward_components (B, K), which GDPO compares one by one, each of the K must be equal, whatever their sum is, among
+    the rows that have it."""
     if reward_components is not None:
-        alive = response_mask.bool().any(1, keepdim=True)
-        equal = [zero_variance_rows(rewards, alive, index) for rewards in reward_components.split(1, dim=1)]
-        return torch.stack(equal).all(0)
+        alive = response_mask.bool().any(1, keepdim=True)  # (B, 1)
+        signal = torch.zeros_like(alive[:, 0])
+        for rewards in reward_components.split(1, dim=1):
+            known = alive & ~rewards.isnan()
+            signal |= known[:, 0] & ~zero_variance_rows(rewards, known, index)
+        return alive[:, 0] & (group_mean(signal.double(), alive, index, "zero") == 0)
     scores, group, alive = _outcome_scores(token_level_rewards, response_mask, index)
     low, high = (_group_extreme(scores, group, which) for which in ("amin", "amax"))
     rows = torch.zeros_like(alive)
@@ -105,8 +117,9 @@ def zero_variance_rows(
 def group_mean(scores: Tensor, response_mask: Tensor, index: Index, singleton: str = "raw") -> Tensor:
     """(B,) float64: for each row, the mean score of its group, over the rows that have a valid token.
 
-    scores (B,); response_mask (B, T); index (B,): rows of equal id are one group. The mean of equal scores is exactly
-    that score. A group with one such row: 0 if singleton is "raw", as in verl, or its own score if "zero"."""
+    scores (B,); response_mask (B, T); index (B,): rows of equal id are one group. The mean of scores that are equal,
+    but for rounding, is each row's own. A group with one such row: 0 if singleton is "raw", as in verl, or its own
+    score if "zero"."""
     return _group_statistics(scores, response_mask, index, singleton)[0]
 
 
@@ -120,14 +133,14 @@ def group_std(scores: Tensor, response_mask: Tensor, index: Index, singleton: st
 def _group_statistics(scores: Tensor, response_mask: Tensor, index, singleton: str) -> tuple[Tensor, Tensor]:
     if singleton not in ("raw", "zero"):
         raise InputError(f"unknown singleton {singleton!r}: choose one of raw, zero")
-    valid = response_mask.bool().any(-1, keepdim=True)  # (B, 1)
+    valid, given = response_mask.bool().any(-1, keepdim=True), scores  # (B, 1), (B,)
     scores, group, rows = _outcome_scores(scores[:, None], valid, index)
     count = torch.bincount(group)[group]  # (N,), like all that follows
-    low = _group_extreme(scores, group, "amin")
+    low, high = (_group_extreme(scores, group, which) for which in ("amin", "amax"))
     shifted = scores - low  # exactly 0 in a group of equal scores, where a rounded mean may leave noise
     mean = _group_sum(shifted, group) / count
     std = (_group_sum((shifted - mean).square(), group) / (count - 1).clamp(min=1)).sqrt()
-    mean = low + mean
+    mean = given.double().cpu()[rows].where(low == high, low + mean)
     if singleton == "raw":
         mean, std = mean.masked_fill(count == 1, 0), std.masked_fill(count == 1, 1)
     results = torch.zeros(2, len(rows), dtype=torch.float64)

@@ -91,14 +91,21 @@ def count_patches(batch: DataProto, size: int) -> torch.Tensor:
     return counts
 
 
-def attention_width(model: PreTrainedModel) -> int:
-    """Layers x heads x head size, of the layers that attend."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    layers = sum(kind not in ("linear_attention", "conv") for kind in kinds)
-    heads = getattr(config, "num_attention_heads", None) or 0
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-    return layers * heads * head_size
+def attention_width(model: PreTrainedModel) -> float:
+    """Layers x heads x head size, of the layers that attend. Keys and values may differ in size, as in latent
+    attention: then a head's size is their mean."""
+    config, width = model.config.get_text_config(), 0.0
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    heads_of = getattr(config, "num_attention_heads_per_layer", None)
+    for i, kind in enumerate(kinds or ["full_attention"] * config.num_hidden_layers):
+        if kind not in ("linear_attention", "conv", "recurrent"):
+            own = config.per_layer_config[i] if getattr(config, "per_layer_attributes", None) else config
+            heads = heads_of[i] if heads_of else getattr(own, "num_attention_heads", None) or 0
+            keys = getattr(own, "head_dim", None) or own.hidden_size // max(heads, 1)
+            if latent := getattr(own, "qk_nope_head_dim", None):
+                keys = latent + own.qk_rope_head_dim  # head_dim is the rotary part
+            width += heads * (keys + (getattr(own, "v_head_dim", None) or keys)) / 2
+    return width
 
 
 def longest_first(costs: list[float], parts: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lib.core_algos import ROUNDING
 from lib.distributed import all_gather_lists
 
 
@@ -28,9 +29,11 @@ class Difficulty:
             of_row[row].append(score)
         for row, own in of_row.items():
             if len(own) > 1:
-                # sorted: the same sum on any number of ranks
-                self.variance[row] = sum(float(np.var(sorted(scores_of_one))) for scores_of_one in zip(*own))
-                self.alike[row] = 0 if min(own) < max(own) else self.alike[row] + 1
+                # sorted: the same sum on any number of ranks; NaN: a reward that the scorer did not give
+                columns = [ordered for column in zip(*own) if (ordered := sorted(x for x in column if x == x))]
+                self.variance[row] = sum(float(np.var(ordered)) for ordered in columns)
+                alike = all(x[-1] - x[0] <= ROUNDING * max(abs(x[0]), abs(x[-1])) for x in columns)
+                self.alike[row] = self.alike[row] + 1 if alike else 0
 
     def skips(self, row: int, rng: np.random.Generator) -> bool:
         return self.alike[row] >= self.skip_after and rng.random() >= self.share

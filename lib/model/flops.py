@@ -2,7 +2,8 @@
 
 With N weights in matrix products, a token takes 2 N FLOPs forward and 4 N backward (Kaplan et al., 2001.08361), in all
 6 N. Attention takes 12 D for each token and each token that it sees, D = layers x heads x head size; that is PaLM's 12
-L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked.
+L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked. Where
+keys and values differ in size, as in latent attention, the head size is their mean.
 
 Not counted, as in PaLM: what is computed twice (gradient checkpointing, the logits in the backward), padding, norms,
 softmax. A shared prefix counts once, the output head at trained tokens only, what follows the last position of a
@@ -43,7 +44,8 @@ class StepFlops(NamedTuple):
 def flops_of(model: PreTrainedModel) -> Flops:
     """The FLOPs of a model; of all ranks together if its weights are sharded."""
     head = model.get_output_embeddings()
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
     token, vision = 0.0, {name: part for part in ("tower", "projector") for name in vision_names(model, part)}
     seeing: dict[str, list[torch.Tensor]] = {"tower": [], "projector": []}
     for name, module in model.named_modules():
@@ -52,9 +54,9 @@ def flops_of(model: PreTrainedModel) -> Flops:
         for leaf, weight in module.named_parameters(recurse=False):
             if part := vision.get(f"{name}.{leaf}"):
                 seeing[part] += [weight] if weight.ndim > 1 else []
-            elif weight.ndim == 2:
+            elif weight.ndim == 2 and not leaf.endswith("bias"):  # gpt-oss has (experts, out)
                 token += _products(weight)
-            elif weight.ndim == 3 and chosen and name.endswith("experts"):  # (experts, out, in)
+            elif weight.ndim == 3 and chosen and not isinstance(module, nn.Conv1d):  # (experts, out, in)
                 token += _products(weight) * chosen / len(weight)
     of_text = Flops(token, 0.0 if head is None else _products(head.weight), 12.0 * attention_width(model))
     if not vision:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lib import InputError, is_first_on_node
 from lib.data import on_host, prefix_tree, prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, timed
+from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, global_counts, timed
 from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
 from lib.model.attention import layout, use_packed_sdpa
 from lib.model.flops import flops_of, update_flops
@@ -76,6 +76,8 @@ class TrainedModel:
     loss_scale: LossScale | None = None
     checks: UpdateChecks = field(default_factory=UpdateChecks)
     routing: RoutingMetrics = field(default_factory=RoutingMetrics)
+    trained_mask: ClassVar[str] = "loss_mask"  # the column of the tokens that its loss sums
+    _masks: list[torch.Tensor] = field(default_factory=list)  # of the mini-batch; none: a script with its own loop
 
     def __post_init__(self):
         self.parameters = trainable_parameters(self.module)
@@ -99,12 +101,15 @@ class TrainedModel:
 
     def begin_update(self, mini_batch: DataProto) -> None:
         """Before the first micro-batch."""
+        if self.trained_mask in mini_batch.batch:
+            self._masks.append(mini_batch.batch[self.trained_mask])
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         done = next((state.get("step", 0) for state in self.optimizer.state.values()), 0)
         self.checks.begin(len(mini_batch), gradients, done - self.scheduler.last_epoch, self.world.device)
 
     def step(self) -> dict[str, Metric]:
-        """Clips the gradient and updates the weights, unless the gradient is not finite. A collective."""
+        """Clips the gradient and updates the weights, unless the gradient is not finite or no token was trained on:
+        momentum and weight decay would move them. A collective."""
         metrics: dict[str, Metric] = {}
         if self.loss_scale:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -114,8 +119,12 @@ class TrainedModel:
         skipped = not math.isfinite(grad_norm)
         if self.loss_scale:
             self.loss_scale.update(not skipped)
-        if not skipped:
+        # counted at a gradient of 0 only: to read a number waits for the GPU
+        if grad_norm == 0 and self._masks and not any(global_counts(mask)[0] for mask in self._masks):
+            metrics["training/empty_updates"] = Sum(self.world.rank == 0)
+        elif not skipped:
             self.optimizer.step()
+        self._masks.clear()
         [lr, *_] = self.scheduler.get_last_lr()
         metrics |= self.checks.end() | self.routing.end()
         self.scheduler.step()
@@ -191,6 +200,8 @@ class Policy(RowIsolationCheck, TrainedModel):
 
 
 class Critic(TrainedModel):
+    trained_mask = "valid_mask"
+
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
         self._count(micro)

@@ -1,5 +1,6 @@
 """Adds up the scores of a response from all sources: scorers, a reward model, tools and interactions."""
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.core_algos import at_last_token
+from lib.core_algos import ROUNDING, at_last_token
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, add_metrics, all_gather_lists, reduce_metrics, timed
 from lib.model import reward_model_scores
@@ -92,7 +93,7 @@ class PendingRewards:
 
 
 def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
-    """(B, K): the K rewards that a scorer gave each row besides its score; 0 where it gave none (aborted, failed).
+    """(B, K): the K rewards that a scorer gave each row besides its score; NaN where it gave none.
     scores (B, T) gives B and the device. A collective. Raises InputError on all ranks for a key without any numbers."""
     columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
     # if all values are None, extras has the key because an earlier step had numbers
@@ -100,7 +101,7 @@ def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: t
     for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
         if not anywhere:
             raise InputError(f"--reward-keys {key}: the scorers return no such number, only {', '.join(extras)}")
-    values = [[float(value) if is_number(value) else 0.0 for value in columns[key]] for key in keys]
+    values = [[float(value) if is_number(value) else math.nan for value in columns[key]] for key in keys]
     return torch.tensor(values, device=scores.device).T
 
 
@@ -109,7 +110,7 @@ def correlation(x: list, y: list) -> Metric:
     collective."""
     pairs = all_gather_lists([pair for pair in zip(x, y) if all(map(is_number, pair))])
     columns = np.array(pairs, dtype=float).reshape(-1, 2).T  # (2, N)
-    if not pairs or (columns == columns[:, :1]).all(1).any():
+    if not pairs or (np.ptp(columns, 1) <= ROUNDING * abs(columns).max(1)).any():
         return Mean(0.0, 0)
     return Mean(float(np.corrcoef(columns)[0, 1]), 1)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from lib import InputError
+from lib.core_algos import zero_variance_rows
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, Min, Sum, token_means
 from lib.reward.manager import SHADOW
@@ -69,23 +70,23 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
         return [group for group in groups.values() if len(group) > 1]
 
     several = groups_of(scores.tolist())
-    rewarded = tensors["reward_components"][alive].tolist() if "reward_components" in tensors else scores.tolist()
-    rewards = groups_of(rewarded)
+    of_scores = tensors["token_level_scores"], trained, batch.non_tensor_batch["uid"], tensors.get("reward_components")
+    equal = zero_variance_rows(*of_scores)[alive].tolist()
     if "data_source" in batch.non_tensor_batch:
         sources = list(batch.non_tensor_batch["data_source"][alive.cpu().numpy()])
-        metrics |= _by_source(sources, scores, lengths[alive], groups_of([*zip(sources, rewarded)]))
-    metrics["reward/zero_variance"] = Mean(sum(max(g) == min(g) for g in rewards), len(several))
+        metrics |= _by_source(sources, scores, lengths[alive], groups_of([*zip(sources, equal)]))
+    metrics["reward/zero_variance"] = Mean(sum(map(all, groups_of(equal))), len(several))
     metrics["reward/all_right"] = Mean(sum(min(g) > correct_above for g in several), len(several))
     metrics["reward/all_wrong"] = Mean(sum(max(g) <= correct_above for g in several), len(several))
     return metrics
 
 
 def _by_source(sources: list, scores: torch.Tensor, lengths: torch.Tensor, groups: list[list]) -> dict[str, Metric]:
-    """sources, scores, lengths: of each alive row. groups: (source, what was rewarded) of the rows of each."""
+    """sources, scores, lengths: of each alive row. groups: (source, whether scores are equal) of the rows of each."""
     metrics: dict[str, Metric] = {}
     for source in sorted({*sources}):
         own = [row for row, name in enumerate(sources) if name == source]
-        alike = [max(group) == min(group) for group in groups if group[0][0] == source]
+        alike = [equal for [(name, equal), *_] in groups if name == source]
         metrics |= {
             f"source/{source}/rows": Sum(len(own)),
             f"source/{source}/reward": Mean(scores[own].double().sum().item(), len(own)),

@@ -83,18 +83,25 @@ def best_at_k(values: Sequence[float], k: int) -> float:
     return float(np.dot(np.sort(values), [comb(below, k - 1) / comb(n, k) for below in range(n)]))
 
 
-def lower_bound(prompts: Sequence[Sequence[float]], z: float = 1.96) -> float | None:
-    """Lower end of the 95 % confidence interval of the mean over prompts, each with the values of its samples.
+def confidence_interval(prompts: Sequence[Sequence[float]], z: float = 1.96) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the mean over prompts, each with the values of its samples.
 
-    Values of 0 and 1: Wilson's (JASA 22, 1927), with each prompt as one observation: its samples depend on one another.
-    Others: mean - z x standard error over prompts; None for a single prompt. Neither needs random draws.
+    Values of 0 and 1, or of -1 and 1: Wilson's (JASA 22, 1927), with each prompt as one observation: its samples depend
+    on one another. Others: mean -+ z x standard error over prompts; None for a single prompt.
     """
     means, n = np.array([np.mean(samples) for samples in prompts], dtype=float), len(prompts)
-    mean = float(means.mean())
-    if all(value in (0, 1) for samples in prompts for value in samples):
-        half = z * math.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
-        return max(0.0, (mean + z * z / (2 * n) - half) / (1 + z * z / n))
-    return mean - z * float(means.std(ddof=1)) / math.sqrt(n) if n > 1 else None
+    mean, values = float(means.mean()), {value for samples in prompts for value in samples}
+    for worst in 0, -1:
+        if values <= {worst, 1}:
+            share = (mean - worst) / (1 - worst)
+            half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
+            ends = ((share + z * z / (2 * n) + side * half) / (1 + z * z / n) for side in (-1, 1))
+            low, high = (worst + (1 - worst) * min(max(end, 0.0), 1.0) for end in ends)
+            return low, high
+    if n == 1:
+        return None
+    half = z * float(means.std(ddof=1)) / math.sqrt(n)
+    return mean - half, mean + half
 
 
 class Validated(NamedTuple):
@@ -126,8 +133,8 @@ def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) ->
       the expected maximum of k, the value of the most frequent answer among k
     - pass@k: the chance that one of k is right. Right means above `correct_above`, for the scorer's "acc" if it gives
       one (with several scorers, the first that does), else for the score
-    - mean@n/ci_low, ci_high of that "acc" or score: its 95 % bootstrap interval over prompts (1000 seeded draws)
-    - mean@n/lower_bound: `lower_bound` of each mean@n, for --keep-best
+    - mean@n/ci_low, ci_high of that "acc" or score: its `confidence_interval`; its mean, for want of one
+    - mean@n/lower_bound: the lower end of that of each mean@n, for --keep-best
     - clip_ratio: the share of truncated responses
     - unscored, and val/unscored over all sources: responses that are in no other number. Their prompts have fewer than
       n samples; a prompt with fewer than k samples is not in the numbers at k
@@ -162,16 +169,14 @@ def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dic
         values = [[row.numbers[key] for row in samples] for samples in having if samples]
         answers = [[row.answer for row in samples] for samples in having if samples]
         voted = any(answer not in (None, "") for samples in answers for answer in samples)
-        means = np.array([np.mean(samples) for samples in values])
         name = "" if key == "score" else f"{key}/"
-        metrics[f"{name}mean@{n}"] = float(means.mean())
-        if (low := lower_bound(values)) is not None:
-            metrics[f"{name}mean@{n}/lower_bound"] = low
+        metrics[f"{name}mean@{n}"] = float(np.mean([np.mean(samples) for samples in values]))
+        interval = confidence_interval(values)
+        if interval is not None:
+            metrics[f"{name}mean@{n}/lower_bound"] = interval[0]
         if key == accuracy:
-            rng = np.random.default_rng(0)
-            draws = [means[rng.integers(len(means), size=len(means))].mean() for _ in range(1000)]
-            for bound, percent in (("low", 2.5), ("high", 97.5)):
-                metrics[f"{name}mean@{n}/ci_{bound}"] = float(np.percentile(draws, percent))
+            mean = metrics[f"{name}mean@{n}"]
+            metrics |= {f"{name}mean@{n}/ci_{end}": x for end, x in zip(("low", "high"), interval or (mean, mean))}
         for k in sorted({2**power for power in range(n.bit_length())} | {n}):
             enough = [pair for pair in zip(values, answers) if len(pair[0]) >= k]
             if not enough:

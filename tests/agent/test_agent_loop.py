@@ -226,6 +226,8 @@ def test_a_turn_has_the_state_that_it_began_in():
         assert all(len({state for _, state in run}) == 1 for run in runs)
         turns.append([run[0][1] for run in runs])
     assert [len(row) for row in turns] == out.non_tensor_batch["num_turns"].tolist() == [3, 3, 1]
+    numbers = [[n for n, _ in itertools.groupby(row) if n] for row in out.batch["turn_numbers"].tolist()]
+    assert numbers == [[1, 2, 3], [1, 2, 3], [1]] and (out.batch["turn_numbers"].bool() == mask).all()
     assert [row[0] for row in turns] == [0, 0, 0] and turns[0][1] == turns[1][1] != 0  # both calls give 3
     assert len({turns[0][1], turns[0][2], turns[1][2]}) == 3
     out.non_tensor_batch["uid"] = np.array(["a", "a", "a"], object)

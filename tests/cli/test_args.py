@@ -174,6 +174,12 @@ OWN_BAD_FLAGS = {
             *(*MT_GRPO, "benchmarks/turn_credit.py:calculator", *COMPACT, "--multi-turn.max-turn-tokens", "4")
         ],
         "--kl-placement loss": [*GDPO, "--kl-placement", "reward", "--kl-coef", "0.1"],
+        **{
+            f"--kl-placement reward with --adv-estimator {name}": [
+                *("--kl-coef", "0.1", "--kl-placement", "reward", "--adv-estimator", name)
+            ]
+            for name in ("grpo", "grpo_passk", "grpo_leave_one_out", "maxrl")
+        },
         "--reward-weights has no effect with --adv-estimator gdpo": [*GDPO, "--reward-weights", "2"],
         "--reward-keys ... reward_model": [*GDPO, "--reward-model", TOY_MODEL],
         "--multi-turn.reward-coef 0": [*GDPO, "--multi-turn.tools", "calculator"],

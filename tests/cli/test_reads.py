@@ -142,6 +142,7 @@ def step_tensors() -> tuple[dict[str, torch.Tensor], np.ndarray, torch.Tensor]:
         **{name: log_probs() for name in ("old_log_probs", "rollout_log_probs", "ref_log_prob")},
         "entropys": torch.rand(B, T),
         "squared_score": torch.rand(B, T),
+        "turn_numbers": mask * (1 + (torch.arange(T) > 4)),
         "anchor_states": torch.arange(B)[:, None].expand(B, T) % 2,
     }
     return t, np.array([f"1-{g}" for g in groups], dtype=object), log_probs()
@@ -222,6 +223,7 @@ REWARDING = "--multi-turn.tools benchmarks/turn_credit.py:calculator"
 CASES: dict[str, tuple[str, list[str]]] = {
     **{name: (f"--adv-estimator {name}", OF_ADVANTAGE) for name in ADV_ESTIMATORS},
     "gdpo": ("--adv-estimator gdpo --reward-keys a b --overlong-buffer 0", OF_ADVANTAGE),
+    "maxrl": ("--adv-estimator maxrl --overlong-buffer 0", OF_ADVANTAGE),
     **{name: (f"--adv-estimator {name} {REWARDING}", OF_ADVANTAGE) for name in ("gigpo", "mt_grpo")},
     "grpo_passk, not divided": (
         "--adv-estimator grpo_passk --adv-kwargs.norm-adv-by-std-in-grpo False",
@@ -240,8 +242,11 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "no overlong penalty": ("--overlong-buffer 0", ["overlong_factor"]),
     "no KL": ("", OF_KL),
     "KL in the loss": ("--kl-coef 0.1", OF_KL),
-    "KL in the reward": ("--kl-coef 0.1 --kl-placement reward", [name for name in OF_KL if name != "kl_placement"]),
-    "KL with a target": ("--kl-coef 0.1 --kl-placement reward --kl-target 0.1", ["kl_horizon"]),
+    "KL in the reward": (
+        "--adv-estimator rloo --kl-coef 0.1 --kl-placement reward",
+        [name for name in OF_KL if name != "kl_placement"],
+    ),
+    "KL with a target": ("--adv-estimator rloo --kl-coef 0.1 --kl-placement reward --kl-target 0.1", ["kl_horizon"]),
 }
 
 
@@ -264,3 +269,13 @@ def test_a_flag_changes_the_step_where_the_table_says_so_and_nowhere_else(case, 
         after = outcome(args)
         setattr(group, field, value)
         assert (after is not None and not same(before, after)) == reads.reads(name), name
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
+def test_the_default_kl_estimator_has_a_gradient_at_its_placement(script):
+    """Near the reference k3 in the reward has almost none, and k1 in the loss has none on average."""
+    more = ["--adv-estimator", "rloo"] if script in ("grpo", "dapo") else []
+    for placement, estimator in ("loss", "k3+"), ("reward", "k1"):
+        words = ["--kl-coef", "0.1", "--kl-placement", placement, *more]
+        assert parse_flags(importlib.import_module(script).Args, words).kl_estimator == estimator
+        assert parse_flags(importlib.import_module(script).Args, [*words, "--kl-estimator", "k2"]).kl_estimator == "k2"

@@ -78,6 +78,8 @@ def random_batch(seed, dtype=torch.float64, size=1):
         for i in range(rows):
             if mask[i].any():
                 rewards[i, rng.choice(mask[i].nonzero()[:, 0].tolist())] = rng.choice([0, 0.3, 1])
+    components = torch.stack([rewards.sum(1), randn(rows).round()], 1)
+    components[torch.rand(rows, 2, generator=g) < 0.2] = math.nan  # the scorer gave none
     return {
         "rewards": rewards,
         "mask": mask,
@@ -88,7 +90,7 @@ def random_batch(seed, dtype=torch.float64, size=1):
         "is_weights": torch.rand(rows, width, generator=g, dtype=dtype) * 2,
         "baselines": randn(rows),
         "anchor_states": torch.randint(0, 2, (rows, width), generator=g),
-        "components": torch.stack([rewards.sum(1), randn(rows).round()], 1),
+        "components": components,
     }
 
 
@@ -157,7 +159,7 @@ ESTIMATORS = {
     "rloo": outcome("rloo"),
     "opo": outcome("opo"),
     "gpg": outcome("gpg"),
-    "maxrl": outcome("maxrl"),
+    "maxrl": tuple(lambda b, s, f=f: f(b | {"rewards": b["rewards"].abs()}, s) for f in outcome("maxrl")),
     "reinforce_plus_plus_baseline": outcome("reinforce_plus_plus_baseline"),
     "reinforce_plus_plus": (
         lambda b, s: ADV_ESTIMATORS["reinforce_plus_plus"](b["rewards"], b["mask"], b["index"], gamma=GAMMA),
@@ -365,6 +367,14 @@ def test_singletons(name):
         fast(b, "drop")
 
 
+def test_maxrl_takes_no_reward_below_0():
+    args = torch.ones(3, 1), ["a", "a", "b"]
+    close(ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [0.0], [0.0]]), *args)[0], torch.tensor([[1.0], [-1.0], [0.0]]))
+    ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [0.0], [-1.0]]), torch.tensor([[1], [1], [0]]), ["a", "a", "b"])
+    with pytest.raises(InputError, match="needs rewards of 0 or more; a response has the reward -1: "):
+        ADV_ESTIMATORS["maxrl"](torch.tensor([[1.0], [-1.0], [0.0]]), *args)
+
+
 def test_singletons_of_passk_and_gdpo():
     rewards, mask, index = torch.tensor([[2.0], [0.0], [1.0]]), torch.tensor([[1], [1], [1]]), ["a", "b", "b"]
     for singleton in ("raw", "zero"):
@@ -474,9 +484,12 @@ def test_leave_one_out_of_equal_others_is_not_divided(odd):
     args = torch.ones(8, 1), ["u"] * 8
     advantages, _ = compute_grpo_leave_one_out_outcome_advantage(rewards, *args)
     assert advantages[0].item() == pytest.approx(odd - 0.35, rel=1e-3)
-    rewards[1] += 1e-9  # now they differ, by next to nothing: divided by the true std, 1e-9/√7, and epsilon
+    rewards[1] += 1e-9  # the rounding of a float32
     advantages, _ = compute_grpo_leave_one_out_outcome_advantage(rewards, *args)
-    assert advantages[0].item() == pytest.approx((odd - 0.35 - 1e-9 / 7) / (1e-9 / math.sqrt(7) + 1e-6), rel=1e-3)
+    assert advantages[0].item() == pytest.approx(odd - 0.35, rel=1e-3, abs=1e-9)
+    rewards[1] += 1e-3  # now they differ: divided by the true std, 1e-3/√7, and epsilon
+    advantages, _ = compute_grpo_leave_one_out_outcome_advantage(rewards, *args)
+    assert advantages[0].item() == pytest.approx((odd - 0.35 - 1e-3 / 7) / (1e-3 / math.sqrt(7) + 1e-6), rel=1e-3)
 
 
 def test_optimal_token_baseline_without_is_weights():
@@ -543,6 +556,17 @@ def test_mt_grpo_by_hand(coef):
     outcome = [0.75, -0.25, -0.25, -0.25]
     first = [outcome[0] + coef * 0.1, outcome[1] + coef * 0.1, outcome[2] - coef * 0.1, outcome[3]]
     close(found, by_turn(first, outcome))
+
+
+@pytest.mark.parametrize("name", ["gigpo", "mt_grpo"])
+def test_turns_that_follow_each_other_without_a_token_between(name):
+    """An agent that samples in pieces: the same turns as with a tool's answer between them, in other columns."""
+    apart = EPISODES | {"turn_numbers": torch.tensor([[1, 1, 0, 2]] * 3 + [[1, 0, 0, 0]])}
+    together = {k: x[:, [0, 1, 3]] if isinstance(x, torch.Tensor) else x for k, x in apart.items()}
+    columns = [{k: x for k, x in b.items() if name == "gigpo" or k != "anchor_states"} for b in (apart, together)]
+    (expected, _), (found, _) = (ADV_ESTIMATORS[name](**b) for b in columns)
+    close(found, expected[:, [0, 1, 3]])
+    close(expected, ADV_ESTIMATORS[name](**{k: x for k, x in columns[0].items() if k != "turn_numbers"})[0])
 
 
 @for_all(seed=seeds)

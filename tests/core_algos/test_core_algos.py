@@ -20,6 +20,7 @@ from lib.core_algos import (
     agg_loss,
     compute_grpo_outcome_advantage,
     compute_overlong_penalty,
+    get_adv_estimator_fn,
     kl_penalty,
     masked_mean,
     masked_sum,
@@ -223,9 +224,9 @@ def test_grpo_inputs():
     for index in (torch.tensor([5, 5]), np.array([5, 5]), ["u", "u"]):
         advantages, _ = compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False)
         assert advantages.tolist() == [[0.5], [-0.5]]
-    large = torch.tensor([[2.0**24, 1.0], [2.0**24, 0.0]])  # 2^24 + 1 is not a float32
-    advantages, _ = compute_grpo_outcome_advantage(large, torch.ones(2, 2), index, norm_adv_by_std_in_grpo=False)
-    assert advantages[:, 0].tolist() == [0.5, -0.5]
+    large = torch.tensor([[2.0**24] + [0.5] * 100, [2.0**24] + [0.0] * 100])  # 2^24 + 0.5 is no float32
+    advantages, _ = compute_grpo_outcome_advantage(large, torch.ones(2, 101), index, norm_adv_by_std_in_grpo=False)
+    assert advantages[:, 0].tolist() == [25, -25]
     assert compute_grpo_outcome_advantage(rewards, torch.zeros(2, 1), index)[0].tolist() == [[0], [0]]
     assert compute_grpo_outcome_advantage(torch.zeros(0, 3), torch.zeros(0, 3), [])[0].shape == (0, 3)
     with pytest.raises(ValueError, match="one group id for each of the 2 rows"):
@@ -250,10 +251,31 @@ def test_zero_variance_rows_equal_the_loop(seed):
     assert (advantages[rows] == 0).all()
 
 
-def test_zero_variance_is_exact():
-    for near in (1.0, 1.0 + 1e-7):
-        rewards = torch.tensor([[1.0], [near], [2.0]], dtype=torch.float64)
-        assert zero_variance_rows(rewards, torch.ones(3, 1), [0, 0, 1]).tolist() == [near == 1, near == 1, False]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ([[0.1, 0.2, 0.0], [0.3, 0.0, 0.0]], True),
+        ([[0.7, 0.1, 0.1], [0.9, 0.0, 0.0]], True),
+        ([[0.1, 0.1, 0.1], [0.1, 0.2, 0.0]], True),
+        ([[10.1, -10.0, 0.0], [0.1, 0.0, 0.0]], True),  # by the rounding of 10.1
+        ([[1.0, 0.0, 0.0], [1.00001, 0.0, 0.0]], False),
+        ([[0.0, 0.0, 0.0], [1e-9, 0.0, 0.0]], False),
+    ],
+)
+def test_scores_are_equal_but_for_rounding(rewards, equal, scale, dtype):
+    """A difference that is the rounding of the terms is no signal: the estimators give such rows exactly 0."""
+    rewards = torch.tensor([*rewards, [2.0, 0.0, 0.0]], dtype=dtype) * scale
+    mask, index = torch.ones(3, 3), [0, 0, 1]
+    assert zero_variance_rows(rewards, mask, index).tolist() == [equal, equal, False]
+    if equal and (rewards >= 0).all():  # of scores that cancel, group_mean does not know the terms
+        for name in ("grpo", "dr_grpo", "rloo", "grpo_passk", "grpo_leave_one_out", "grpo_batch_std", "maxrl", "gpg"):
+            advantages, _ = get_adv_estimator_fn(name)(rewards, mask, index)
+            assert (advantages[:2] == 0).all(), name
+
+
+def test_zero_variance_of_no_rows():
     assert zero_variance_rows(torch.zeros(0, 1), torch.zeros(0, 1), []).shape == (0,)
 
 
@@ -264,6 +286,11 @@ def test_zero_variance_of_reward_components_is_not_that_of_their_sum():
     index = [0, 0, 1, 1, 1]
     assert zero_variance_rows(sums, mask, index, components).tolist() == [False, False, True, True, False]
     assert zero_variance_rows(sums, mask, index).tolist() == [True, True, False, False, False]
+    nan = math.nan  # a reward that the scorer did not give: group 1 differs in none, 2 in one, 3 has none, 4 one alone
+    components = [[nan, 1], [nan, 1], [1, nan], [0, 2], [nan, nan], [nan, nan], [3, nan], [nan, nan]]
+    index = [1, 1, 2, 2, 3, 3, 4, 4]
+    rows = zero_variance_rows(torch.zeros(8, 1), torch.ones(8, 1), index, torch.tensor(components))
+    assert rows.tolist() == [True, True, False, False, True, True, False, False]
 
 
 @for_all(seed=seeds, buffer=st.integers(1, 6), factor=st.floats(0, 3))

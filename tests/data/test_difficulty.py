@@ -130,6 +130,17 @@ def test_several_scores_are_compared_one_by_one():
 
 
 @alone
+def test_scores_that_differ_by_rounding_or_are_missing_are_equal():
+    difficulty = loader(6, 2, "skip").batch_sampler.difficulty
+    nan = float("nan")
+    difficulty.record_scores(
+        [0, 0, 1, 1, 2, 2, 3, 3], [[0.1 + 0.2], [0.3], [0.3], [0.31], [1, nan], [1, 2], [1, 0], [nan, 1]]
+    )
+    assert difficulty.alike[:4].tolist() == [1, 0, 1, 0]
+    assert difficulty.variance[:4] == pytest.approx([0, 2.5e-5, 0, 0.25], abs=1e-12)
+
+
+@alone
 def test_a_row_of_one_score_and_a_dead_one_tell_nothing():
     prompts = loader(4, 2, "skip", skip_after=1)
     record(prompts, {0: [1.0], 1: []})

@@ -319,8 +319,19 @@ def test_checkpoint_and_export(here, tmp_path):
     torch.testing.assert_close(exported[1], exported[0], rtol=1e-4, atol=1e-5)
 
 
-MANY = ["--lora-rank", "4", "--kl-coef", "0.1", "--kl-placement", "reward", "--rollout-correction.level", "token"]
-MANY += ["--token-masks.top-entropy", "0.5", "--num-mini-batches", "2", "--entropy-coef", "0.01", "--record", "{}/kept"]
+MANY = ["--lora-rank", "4", "--kl-coef", "0.1", "--kl-placement", "reward", "--adv-estimator", "rloo"]
+MANY += [
+    "--rollout-correction.level",
+    "token",
+    "--token-masks.top-entropy",
+    "0.5",
+    "--num-mini-batches",
+    "2",
+    "--entropy-coef",
+    "0.01",
+    "--record",
+    "{}/kept",
+]
 AGENT = ["--agent", "{}/agent.py:solve"]
 ASKS = """
 from openai import OpenAI

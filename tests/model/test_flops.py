@@ -1,10 +1,12 @@
 """The FLOPs of an update against torch's own count of the operations that run, those of a step by hand."""
 
+import re
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import grpo
 import ppo
@@ -14,6 +16,7 @@ from lib.estimate import flops_of_step
 from lib.model import freeze, load_model, response_log_probs
 from lib.model.flops import StepFlops, flops_of, update_flops
 from tests.common import ROOT, VOCAB, parse_flags, rollout_batch, save_tiny, tiny_vision, vision_batch
+from tests.model.test_models import FAMILIES, STATE, config_of
 
 PROMPTS, RESPONSES = [6, 6, 9, 9], [5, 8, 8, 3]  # 3 + 4 prompts
 
@@ -129,3 +132,44 @@ def test_flops_of_a_step_by_hand():
     assert update == pytest.approx(both + head / 4, rel=1e-12)
     assert log_probs == pytest.approx(update / 3, rel=1e-12)  # old log-probs and values
     assert again == pytest.approx(both / 3, rel=1e-12)
+
+
+# ---- families ------------------------------------------------------------------------------------
+
+OTHER_PRODUCTS = {  # what is not counted, or not by its weights
+    "gemma3n_text": "products of its parallel residual streams",
+    "hrm_text": "runs its layers several times",
+    "longcat_flash": "some tokens go to experts without weights",
+    "inkling_text": "its attention's relative positions are products",
+    "axk2 deepseek_v32 glm_moe_dsa hy_v4": "its indexer has no backward",
+    "deepseek_v4": "its attention compresses what it sees",
+    "llama4_text": "transformers runs all tokens through all experts",
+    "diffllama": "two attentions in one",
+    "xlstm rwkv mamba falcon_mamba mamba2 recurrent_gemma": "attends to a state or a window",
+    "falcon_h1 minimax nemotron_h": "batched products of states are in the same layers or modules",
+}
+DIFFERS = {family for families in OTHER_PRODUCTS for family in families.split()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in DIFFERS])
+def test_products_and_attention_of_a_family_are_those_that_torch_counts(family):
+    """Of a forward pass, a third. Eager attention computes the masked half, too. Keys and values differ in size where
+    the family has a size for both."""
+    config = config_of(family, v_head_dim=24)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(16)[None], use_cache=False)
+    batched = {
+        place.rpartition(".")[2]: sum(flops for name, flops in by_operation.items() if "bmm" in str(name))
+        for place, by_operation in counter.get_flop_counts().items()
+        if not re.search(r"\.layers\.[02]\b", place) or family not in STATE  # those layers carry a state
+    }
+    flops, products = flops_of(model), counter.get_total_flops() - batched["Global"]
+    if family in STATE:  # a state takes products that are not counted
+        assert 3 * batched["self_attn"] == flops.pair / 2 * 16**2
+    else:
+        assert 3 * batched["Global"] == flops.pair * 16**2
+        assert 3 * products == 16 * (flops.token + flops.prediction)

@@ -52,7 +52,10 @@ for name in get_args(settings.AggMode):
 for name in get_args(settings.KLEstimator):
     estimator = ["--kl-coef", "0.01", "--kl-estimator", name, "--num-mini-batches", "2"]
     HEALTHY[f"--kl-estimator {name} in the loss"] = "grpo", estimator
-    HEALTHY[f"--kl-estimator {name} in the reward"] = "grpo", [*estimator, "--kl-placement", "reward"]
+    HEALTHY[f"--kl-estimator {name} in the reward"] = (
+        "grpo",
+        [*estimator, "--kl-placement", "reward", "--adv-estimator", "rloo"],
+    )
 
 
 def planted_bug(name: str, folder: Path) -> dict:

@@ -1,5 +1,6 @@
 """--keep-best and --stop-when."""
 
+import math
 import shutil
 import statistics
 from pathlib import Path
@@ -14,7 +15,7 @@ from lib import InputError
 from lib.args import RunArgs, StopWhen, ValidationArgs
 from lib.run import open_run
 from lib.run.goals import Goals
-from lib.run.validation import lower_bound
+from lib.run.validation import Validated, confidence_interval, validation_metrics
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran, run_ranks
 from tools.export import find_checkpoint
 
@@ -25,25 +26,38 @@ MEAN = "val/toy/arithmetic/mean@1"
 
 @pytest.mark.parametrize("right, n", [(0, 1), (1, 1), (0, 30), (7, 30), (30, 30), (299, 1000)])
 def test_the_bound_of_zeros_and_ones_is_wilsons(right, n):
-    """The smaller root pi of (p - pi)^2 = z^2 pi (1 - pi) / n. rtol 1e-9: numpy finds roots as eigenvalues."""
+    """The roots pi of (p - pi)^2 = z^2 pi (1 - pi) / n. rtol 1e-9: numpy finds roots as eigenvalues."""
     z, p = 1.96, right / n
-    expected = min(np.roots([1 + z * z / n, -(2 * p + z * z / n), p * p]))
-    bound = lower_bound([[1.0]] * right + [[0.0]] * (n - right))
-    assert bound == pytest.approx(expected, rel=1e-9, abs=1e-12) and 0 <= bound <= p
+    expected = np.sort(np.roots([1 + z * z / n, -(2 * p + z * z / n), p * p]))
+    low, high = confidence_interval([[1.0]] * right + [[0.0]] * (n - right))
+    assert [low, high] == pytest.approx(expected, rel=1e-9, abs=1e-12) and 0 <= low <= p <= high <= 1
+    scores = confidence_interval([[1.0]] * right + [[-1.0]] * (n - right))  # math_dapo's
+    if right < n:
+        assert scores == pytest.approx((2 * low - 1, 2 * high - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize("accuracy", [0.5, 0.98, 0.995])
+def test_the_interval_covers_an_accuracy_near_1(accuracy):
+    """Each number of right answers among 100, by its probability: 0.91 to 0.98, as numbers are discrete."""
+    n = 100
+    chances = [math.comb(n, k) * accuracy**k * (1 - accuracy) ** (n - k) for k in range(n + 1)]
+    rows = ([Validated(i, "a", {"score": float(i < k)}, None, False) for i in range(n)] for k in range(n + 1))
+    ends = [[x[f"val/a/mean@1/ci_{end}"] for end in ("low", "high")] for x in map(validation_metrics, rows)]
+    assert sum(p for p, (low, high) in zip(chances, ends) if low <= accuracy <= high) >= 0.9
 
 
 def test_samples_of_a_prompt_are_no_more_observations():
     """Else n copies of each score would narrow the interval."""
     scores = [[1.0], [0.0], [1.0], [1.0]]
-    assert lower_bound([4 * prompt for prompt in scores]) == lower_bound(scores)
+    assert confidence_interval([4 * prompt for prompt in scores]) == confidence_interval(scores)
 
 
 def test_the_bound_of_other_scores_is_by_standard_error():
     prompts = np.random.default_rng(0).normal(size=(40, 3)).tolist()
     means = [statistics.fmean(prompt) for prompt in prompts]
-    expected = statistics.fmean(means) - 1.96 * statistics.stdev(means) / 40**0.5
-    assert lower_bound(prompts) == pytest.approx(expected, rel=1e-12)
-    assert lower_bound([[0.5, 0.7]]) is None  # a single prompt has no spread
+    mean, half = statistics.fmean(means), 1.96 * statistics.stdev(means) / 40**0.5
+    assert confidence_interval(prompts) == pytest.approx((mean - half, mean + half), rel=1e-12)
+    assert confidence_interval([[0.5, 0.7]]) is None  # a single prompt has no spread
 
 
 # ---- flags ---------------------------------------------------------------------------------------

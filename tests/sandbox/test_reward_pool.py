@@ -536,7 +536,8 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 def _components(world, extras, keys):
     extras = {key: column for key, column in extras.items() if world.rank == 0 or key == "everywhere"}
     try:
-        return reward_components(extras, keys, torch.zeros(2, 3)).tolist()
+        values = reward_components(extras, keys, torch.zeros(2, 3)).tolist()
+        return [[None if value != value else value for value in row] for row in values]  # NaN: not given
     except InputError as error:
         return str(error)
 
@@ -544,8 +545,8 @@ def _components(world, extras, keys):
 def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
     extras = {"everywhere": [1, None], "here": [2.0, 3], "mixed": [4, "a"], "text": ["a", "b"], "pred": ["a", None]}
     assert run_ranks(2, _components, extras, ["everywhere", "here", "mixed"]) == [
-        [[1, 2, 4], [0, 3, 0]],
-        [[1, 0, 0], [0, 0, 0]],
+        [[1, 2, 4], [None, 3, None]],
+        [[1, None, None], [None, None, None]],
     ]
     for error in run_ranks(2, _components, extras, ["here", "text"]):
         assert "--reward-keys text: the scorers return no such number" in error

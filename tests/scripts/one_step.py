@@ -184,6 +184,7 @@ def as_batch(rows: list[Row], multi_turn: bool = False) -> DataProto:
     if multi_turn:
         tensors["turn_rewards"] = pad("turn_rewards", torch.float64)
         tensors["anchor_states"] = pad("anchor_states", torch.long)
+        tensors["turn_numbers"] = pad("turn_numbers", torch.long)
     uids = np.array([row.uid for row in rows], object)
     reasons = np.array(["length" if row.truncated else "stop" for row in rows], object)
     own = np.empty(len(rows), object)

@@ -170,13 +170,19 @@ NEEDS = {
     "--overlong-factor": ("--overlong-buffer", ["-", "4"]),
     "--max-gen-batches": ("--zero-variance", ["-"]),
 }
+NOT_DIVIDED = ["dr_grpo", "rloo", "opo", "gpg", "grpo_batch_std", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+NOT_DIVIDED += ["optimal_token_baseline", "tir_optimal_token_baseline"]
+KL_IN_REWARD = {"--kl-placement reward": ("--adv-estimator", NOT_DIVIDED)}
 OWN_NEEDS = {
+    "grpo": KL_IN_REWARD,
     "ppo": {  # which has a KL in the reward by default
         "--kl-estimator": ("--kl-coef", ["-", "0.1"]),
         "--kl-placement": ("--kl-coef", ["-", "0.1"]),
         "--kl-target": ("--kl-placement", ["-", "reward"]),
     },
-    "dapo": {  # which has an overlong penalty and refills by default
+    "dapo": KL_IN_REWARD
+    | {  # which has an overlong penalty and refills by default
+        "--adv-estimator maxrl": ("--overlong-buffer", ["0"]),
         "--reward-keys a,b": ("--overlong-buffer", ["0"]),
         "--group-size 1": ("--zero-variance", ["keep"]),
     },
@@ -317,7 +323,7 @@ def rows_of(seed: int, group_size: int, sampling) -> list[Row]:
                 score=None if dead else score,
                 components=components,
                 turn_rewards=[rng.choice([0.0, 0.25]) for _ in range(n)],
-                reward_model=rng.choice([-1.0, 0.5]),
+                reward_model=rng.choice([1.0, 0.5]),
                 greedy_score=greedy,
                 truncated=n == T and g != 2,
             )
@@ -370,7 +376,7 @@ def by_loops(script, args, ranks: int = 1, steps: int = 0):
 
 # Metrics that no flag of the algorithm reaches: they describe the batch, the optimizer and the machine.
 OTHERS = ("reward/", "response_length/", "prompt_length/", "perf/", "rollout/dead_rows", "training/tokens")
-OTHERS += ("actor/lr", "critic/lr", "training/skipped_updates")
+OTHERS += ("actor/lr", "critic/lr", "training/skipped_updates", "training/empty_updates")
 
 
 def differences(got, expected) -> list[str]:
@@ -587,7 +593,8 @@ ON_TWO_RANKS = {  # cases of each script
         "--adv-estimator gdpo --reward-keys a,b --update-epochs 2 --micro-batch-tokens 12 --token-masks.m2po 0.06",
         "--adv-estimator optimal_token_baseline --rollout-correction.level sequence --token-masks.top-entropy 0.8",
         "--loss clip_cov --token-masks.clip-cov-ratio 0.1 --token-masks.clip-cov-bounds 0.01,2 --micro-batch-tokens 12",
-        "--loss kl_cov --token-masks.kl-cov-ratio 0.1 --kl-coef 0.1 --kl-placement reward --kl-target 0.5",
+        "--loss kl_cov --token-masks.kl-cov-ratio 0.1 --adv-estimator rloo --kl-coef 0.1 --kl-placement reward "
+        "--kl-target 0.5",
         "--adv-estimator reinforce_plus_plus --rollout-correction.reject... seq-mean-k1,0.8,1.25 --entropy-target 4",
         "--loss-agg-mode seq-mean-token-sum-norm --token-masks.m2po 0.06 --top-p 0.8 --entropy-coef 0.05",
     ),
@@ -624,6 +631,59 @@ def test_two_ranks_take_the_same_step():
         for results in ranks:
             found = differences(results[n], expected)
             assert not found, "\n  ".join([script.__name__, shown(case), *found[:9]])
+
+
+# ---- mini-batches --------------------------------------------------------------------------------
+
+SCORED, FAILED, EQUAL, REJECTED = {}, {"score": None}, {"score": 1.0}, {"rollout_log_probs": [-20.0] * T}
+
+
+def of_groups(args, *changes: dict) -> list[Row]:
+    """A group of each change, with scores that differ before it."""
+    rows, size = rows_of(8, args.group_size, args.rollout.sampling()), args.group_size
+    return [
+        Row(**vars(rows[k]) | {"uid": f"{g}", "score": float(k), "sampled": [True] * len(rows[k].response)} | change)
+        for g, change in enumerate(changes)
+        for k in range(size)
+    ]
+
+
+def args_of(script, flags: str):
+    words = f"--group-size 3 --max-response-length 6 --micro-batch-tokens 60 {flags}".split()
+    words += ["--max-gen-batches", "1", "--overlong-buffer", "0"] if script is dapo else []
+    return cli.parse_flags(script.Args, [*BASE, *words])
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "change"),
+    [
+        *((script, "", FAILED) for script in SCRIPTS.values()),
+        (dapo, "", EQUAL),  # groups that fill the step
+        (grpo, "--zero-variance mask", EQUAL),
+        (grpo, "--rollout-correction.reject.seq-mean-k1 0.2 5", REJECTED),
+    ],
+)
+def test_an_update_without_a_trained_token_moves_nothing(world, script, flags, change):
+    """Momentum and weight decay would move the weights all the same. Of four mini-batches one has a token."""
+    args = args_of(script, f"--num-mini-batches 4 {flags}")
+    rows = of_groups(args, change, SCORED, change, change)
+    [logged], gradients = run_script(script, args, [[rows]], world)
+    models = 2 if script is ppo else 1
+    assert len(gradients) == models and logged["training/empty_updates"] == 3 * models
+    assert logged["training/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize(("old", "new"), [(0, 4), (1, 1), (3, 1), (2, 2), (0, 1), (1, 0), (3, 0)])
+def test_dapo_deals_leftovers_and_fillers_out_to_the_mini_batches(world, old, new):
+    """Of the groups of a kind, each mini-batch has as many as any other, or one more. The first, at the weights that
+    sampled, has one of this step, so each step measures the mismatch."""
+    for parts in 2, 4:
+        args = args_of(dapo, f"--num-mini-batches {parts}")
+        rows = of_groups(args, *[SCORED] * (old + new), *[EQUAL] * (PROMPTS - new))
+        leftovers, batch = rows[: old * args.group_size], rows[old * args.group_size :]
+        [logged], gradients = run_script(dapo, args, [[batch]], world, leftovers)
+        assert "rollout/k3" in logged
+        assert len(gradients) == min(old + new, parts)
 
 
 # ---- every flag does something -------------------------------------------------------------------

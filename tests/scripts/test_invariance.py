@@ -491,11 +491,12 @@ def test_no_row_of_an_estimator_depends_on_dead_rows_row_order_or_padding(name):
     for seed in range(10):
         b, _ = mini_batch(seed)
         g = torch.Generator().manual_seed(seed)
-        b |= {"token_level_rewards": b["returns"].round(), "squared_score": b["entropys"] / 9}
+        b |= {"token_level_rewards": b["returns"].round().abs(), "squared_score": b["entropys"] / 9}
         b |= {"reward_baselines": torch.randn(ROWS, generator=g).double()}
         b |= {"rollout_is_weights": 2 * torch.rand(b["returns"].shape, generator=g).double()}
         b |= {"reward_components": torch.randn(ROWS, 2, generator=g).round().double()}
         b |= {"anchor_states": torch.randint(0, 2, b["returns"].shape, generator=g)}
+        b |= {"turn_numbers": torch.randint(0, 2, b["returns"].shape, generator=g).cumsum(1) + 1}
         index = torch.randint(0, 5, (ROWS,), generator=g)  # groups of one too
 
         def call(rows, dead=0, columns=0, b=b, index=index, seed=seed):

@@ -20,7 +20,7 @@ OWN_ARGS = {  # fields that a script has besides grpo's, has not, and has with a
         "missing": {"adv_estimator", "adv_kwargs", "reward_keys", "singleton", "zero_variance"},
         "different": {
             *("prompts_per_step", "group_size", "num_mini_batches"),
-            *("kl_coef", "kl_estimator", "kl_placement"),
+            *("kl_coef", "kl_placement"),
         },
     },
     "remax": {

@@ -51,6 +51,27 @@ def test_the_interval_covers_the_true_difference(seeds, prompts, of_seeds, of_pr
     assert 0.91 <= covered <= 0.99  # 0.95, within four standard errors of 400 draws
 
 
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize(
+    "of_seeds, of_prompts, of_rest",
+    [
+        (0.1, 0.2, 0.5),
+        (0.1, 0.5, 0.5),
+        (0.2, 1.0, 0.5),
+        (0.5, 0.5, 0.5),
+        (1.0, 0.0, 0.1),
+        (0.05, 1.0, 0.1),
+        (0.0, 1.0, 0.0),
+    ],
+)
+def test_the_interval_covers_with_few_seeds(seeds, of_seeds, of_prompts, of_rest):
+    """The variance between seeds has few degrees of freedom, however many those of the prompts are."""
+    rng = np.random.default_rng(5)
+    draws = [simulated(rng, seeds, 50, 0.0, of_seeds, of_prompts, of_rest) for _ in range(2000)]
+    covered = np.mean([low <= 0 <= high for _, low, high, _ in map(paired_difference, draws)])
+    assert covered >= 0.935  # 0.95, three standard errors
+
+
 def test_without_a_difference_there_is_a_verdict_in_one_of_twenty_cases():
     rng = np.random.default_rng(1)
     said = [paired_difference(simulated(rng, 5, 50, 0.0, 0.03, 0.1, 0.4)).verdict for _ in range(400)]
