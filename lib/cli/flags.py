@@ -350,7 +350,7 @@ def check_flags(args: Any) -> None:
     """Raises InputError for values out of their range, and for what groups and script refuse. It fills in values."""
     for name, value, marks in walk(args):
         if found := secret_in(value, as_flag(name)):  # the message does not repeat the value
-            advice = "put it in the environment and name the variable (docs/security.md)"
+            advice = "put it in the environment, which commands and your code see (docs/security.md)"
             raise InputError(f"{found}; flags stand in config.json and logs: {advice}")
         check_range(name, value, marks)
     for value in vars(args).values():
