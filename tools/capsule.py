@@ -39,6 +39,7 @@ from lib.manifest import entry, why_altered, why_incomplete, write_manifest
 from lib.model import load_model, load_tokenizer
 from lib.rollout.replay import BATCH
 from lib.run.run_config import read_json
+from lib.run.tracking import read_rows
 from tools import export
 
 ROOT = Path(__file__).parent.parent
@@ -334,10 +335,8 @@ def pack_script(start: Path, folder: Path) -> dict[str, Any]:
 
 def metrics_of(run: Path, step: int) -> dict[str, float]:
     """The step's line of metrics.jsonl; of a repeated step the last one."""
-    file, found = run / "metrics.jsonl", None
-    if file.is_file():
-        rows = map(json.loads, file.read_text().splitlines())
-        found = [row for row in rows if row["step"] == step and "training/rows_in" in row]
+    file = run / "metrics.jsonl"
+    found = [row for row in read_rows(file) if row and row["step"] == step and "training/rows_in" in row]
     if not found:
         raise InputError(f"{file}: no metrics of step {step}: the run ended in it, or before it")
     return found[-1]

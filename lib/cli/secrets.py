@@ -43,8 +43,8 @@ FORMS = {
     "user:password@ in a URL": r"://[^/?#\s@]+@",
     "a key in a URL's query": r"(?i:[?&](?:(?:x-)?api[_-]?key|(?:access_?)?key|(?:access_|auth_)?token|auth"
     r"|(?:x-amz-)?sig(?:nature)?|(?:client_)?secret|password|pwd)=)",
-    "it looks like a key": r"(?<![\w-])(?:[spr]k-(?=[\w-]*\d)[\w-]{16,}|(?:hf|gh[pousr]|gsk|npm|r8)_[A-Za-z0-9]{20,}"
-    r"|github_pat_\w{20,}|(?:glpat|nvapi|xai)-[\w-]{16,}|xox[abprs]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,}"
+    "it looks like a key": r"(?<![\w-])(?:[spr]k-(?:\w{16,}|(?=[\w-]*\d)[\w-]{16,})"
+    r"|(?:hf|gh[pousr]|gsk|npm|r8)_[A-Za-z0-9]{20,}|github_pat_\w{20,}|(?:glpat|nvapi|xai)-[\w-]{16,}|xox[abprs]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]+|[Bb]earer\s+(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,})|-----BEGIN [A-Z ]*PRIVATE KEY",
     "a user's password for curl": r"\bcurl\s(?:.{0,200}\s)?--?u(?:ser)?[\s=]*[\"']?[^\s:\"'$]{1,200}:[^\s\"'$]+",
 }

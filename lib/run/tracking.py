@@ -13,7 +13,8 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -371,13 +372,37 @@ def _validated(metrics: Mapping[str, Any]) -> list[str]:
     return [key for key in metrics if key.startswith("val/") and f"{key}/ci_low" in metrics]
 
 
-def _rows(metrics_file: str | Path) -> list[dict[str, Any]]:
-    """The rows of the file, without a torn last line."""
-    lines = Path(metrics_file).read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def read_rows(file: Path) -> Iterator[dict[str, Any] | None]:
+    """The rows of metrics.jsonl or samples.jsonl; None for a torn last line. Raises InputError for a row that no run
+    has written."""
+    with file.open("rb") if file.exists() else nullcontext(()) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield _row(line, is_metrics=file.name == "metrics.jsonl") if line.endswith(b"\n") else None
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise InputError(f"{file}, line {number}: not a row of a run: fix or delete it") from error
 
 
-def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
+def _row(line: bytes, is_metrics: bool) -> dict[str, Any]:
+    """Raises ValueError, OverflowError or RecursionError."""
+    row = json.loads(line)
+    values = row.items() if isinstance(row, dict) and is_metrics else ()
+    numbers = [value for key, value in values if key != "nonfinite" and value is not None]
+    if not (isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0):
+        raise ValueError("no step")
+    if not (
+        all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+        and isinstance(row.get("nonfinite", {}), dict)
+    ):
+        raise ValueError("not a number")
+    return row
+
+
+def _rows(metrics_file: Path) -> list[dict[str, Any]]:
+    return list(filter(None, read_rows(metrics_file)))
+
+
+def plot_curve(metrics_file: Path, path: str | Path, title: str) -> None:
     """Plots over steps the train reward (raw and smoothed), validation with its interval, and mean response length."""
     from matplotlib.figure import Figure  # its import takes a second, which the start of a run can do without
 

@@ -306,6 +306,42 @@ def test_a_run_that_ends_early_has_the_file_of_its_last_step(tmp_path, monkeypat
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001-rank_0.parquet"]
 
 
+BAD_ROWS = {
+    "no JSON": b"x",
+    "truncated": b'{"step": 1, "a',
+    "of two processes": b'{"step": 1, "a{"step": 2}',
+    "a list": b"[5]",
+    "a number": b"5",
+    "empty": b"",
+    "no step": b'{"reward/mean": 1}',
+    "a step that is none": b'{"step": true}',
+    "an infinite step": b'{"step": Infinity}',
+    "a metric that is none": b'{"step": 1, "a": "x"}',
+    "infinity": b'{"step": 1, "a": Infinity}',
+    "overflow": b'{"step": 1, "a": 1e999}',
+    "a huge number": b'{"step": 1, "a": ' + b"9" * 400 + b"}",
+    "more digits than Python reads": b'{"step": 1, "a": ' + b"9" * 10_000 + b"}",
+    "nested": b'{"step": 1, "a": ' + b"[" * 100_000 + b"}",
+    "no UTF-8": b'{"step": 1, "\xff": 1}',
+    "other nonfinite": b'{"step": 1, "nonfinite": 5}',
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_a_row_that_no_run_has_written_is_said_in_one_line(bad, tmp_path):
+    """At a resume, which then has nothing moved; the end of the run, which reads the rows too, adds no error to it."""
+    run = run_in(tmp_path)
+    run.tracker = Tracker(tmp_path, {}, total_steps=9)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1, "a": null, "nonfinite": {"a": "nan"}}\n' + BAD_ROWS[bad] + b'\n{"step": 2}\n')
+    for read in (lambda: set_aside(tmp_path, 1), run.tracker.notes, lambda: run.tracker.reread(1)):
+        with pytest.raises(InputError, match=r"metrics.jsonl, line 2: not a row of a run: fix or delete it$"):
+            read()
+    assert not (tmp_path / "abandoned").exists()
+    run._end_early(interrupted=False)
+    assert not run.tracker.enabled  # its trackers are closed
+
+
 def test_a_rewind_takes_out_samples_of_later_steps_of_any_number_of_ranks(tmp_path, capsys):
     files = [rollout_file(tmp_path, step, rank) for step, rank in ((2, 0), (3, 0), (3, 1), (1_000_000, 7))]
     files[0].parent.mkdir()
