@@ -302,21 +302,21 @@ def _module(tracker: str, name: str | None = None) -> Any:
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a scored batch for `Tracker.samples`, without the chat template, with the response's special tokens.
+    """The rows of a scored batch for `Tracker.samples`: prompts and responses with their special tokens.
     A row with images has their names in run_dir/images, where they are written. A multi-turn episode also has how it
     ended, its turns (`turns_of`) and the errors of its tools."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
     scored = tensors["response_mask"].any(1).tolist()
     attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
-    rows, hashes, images = [], row_hashes(batch), keep_images(run_dir, batch)
+    rows, hashes, images, prompts = [], row_hashes(batch), keep_images(run_dir, batch), prompt_texts(batch, tokenizer)
     for i, own in enumerate(attended):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
             "index": row.get("index"),
             "data_source": row["data_source"],
             "row_hash": hashes[i],
-            "prompt": prompt_text(row["raw_prompt"]),
+            "prompt": prompts[i],
             "response": tokenizer.decode(responses[i][own]),
             "score": scores[i] if scored[i] else None,
             "ground_truth": row["reward_model"]["ground_truth"],
@@ -345,15 +345,13 @@ def _markdown(row: Mapping[str, Any]) -> str:
     return "\n\n".join(f"{key}\n\n    {text}" for key, text in indented.items())
 
 
-def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages without the chat template; an image is shown as <image>, a video as <video>."""
-
-    def text_of(content: Any) -> str:
-        if not isinstance(content, list):
-            return str(content or "")
-        return "".join(str(part["text"]) if "text" in part else f"<{part.get('type')}>" for part in content)
-
-    return "\n".join(text_of(message.get("content")) for message in messages)
+def prompt_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the model read before each response, with special tokens; an image is one placeholder."""
+    prompts, columns = batch.batch["prompts"], batch.non_tensor_batch
+    attended = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
+    media = columns.get("multi_modal_data", [None] * len(prompts))
+    ids = [columns["raw_prompt_ids"][i] if media[i] else row[attended[i]] for i, row in enumerate(prompts)]
+    return [tokenizer.decode(own) for own in ids]
 
 
 def turns_of(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

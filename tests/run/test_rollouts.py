@@ -126,7 +126,11 @@ def test_every_column_is_what_the_step_had(recorded):
         else:
             assert row["log_probs"] is row["entropy"] is row["ratio"] is None
         assert "".join(row["tokens"]) == row["response"] == tokenizer.decode(row["response_ids"])
-        assert row["prompt"] == columns["raw_prompt"][0]["content"] and row["data_source"] == columns["data_source"]
+        assert (
+            row["prompt"] == tokenizer.decode(row["prompt_ids"])
+            and columns["raw_prompt"][0]["content"] in row["prompt"]
+        )
+        assert row["data_source"] == columns["data_source"]
         assert row["ground_truth"] == columns["reward_model"]["ground_truth"]
         assert row["finish_reason"] == columns["finish_reason"]
         sampled = [token for token, own in zip(row["response_ids"], row["response_mask"]) if own]
@@ -251,7 +255,7 @@ def test_values_that_a_file_cannot_hold_as_they_are(tmp_path):
     batch.batch["log_probs"][0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     rows = rollouts_table(7, batch, load_tokenizer(TOY_MODEL)).to_pylist()
     assert [row["ground_truth"] for row in rows] == ["6", "7", None, '["é", {"a": 1}]']
-    assert rows[0]["prompt"] == "half \\ud83d of a pair" and json.loads(rows[0]["rewards"])["pred"] == "\ud83d"
+    assert json.loads(rows[0]["rewards"])["pred"] == "\ud83d"
     assert rows[3]["rewards"] == '{"why": "é"}' and [row["sample"] for row in rows] == [0, 1, 0, 1]
     assert str(rows[0]["log_probs"][:3]) == "[nan, inf, -inf]" and str(rows[0]["ratio"][:2]) == "[nan, nan]"
     assert rows[2]["response_ids"] == rows[2]["tokens"] == [] and rows[2]["response"] == ""
