@@ -38,6 +38,7 @@ from lib.data_proto import DataProto
 from lib.manifest import entry, why_altered, why_incomplete, write_manifest
 from lib.model import load_model, load_tokenizer
 from lib.rollout.replay import BATCH
+from lib.run.checkpoint import step_folders
 from lib.run.run_config import read_json
 from lib.run.tracking import read_rows
 from tools import export
@@ -177,10 +178,23 @@ def write(args: Args, step: int) -> None:
     print(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it with python -m tools.capsule {output}", flush=True)
 
 
+def command_that_records(run: Path, flags: dict, step: int) -> str:
+    """It resumes from the last checkpoint before the step, as a new run."""
+    before = [path for path in step_folders(run / "checkpoints") if int(path.name.removeprefix("step_")) < step]
+    name = f"{run.resolve().name}-recorded"
+    words = ["python", str(flags.get("script")), "--config", str(run / "config.json"), "--run-name", name]
+    words += ["--resume", str(before[-1])] if before else []
+    words += ["--record", f"{name}-steps"]
+    if flags.get("lr_schedule") == "constant":  # another depends on the number of steps
+        words += ["--total-steps", str(step)] + ["--total-epochs", "None"] * bool(flags.get("total_epochs"))
+    return shlex.join(words)
+
+
 def find_recording(args: Args, flags: dict, step: int) -> list[Path]:
     """The folders of the step's ranks, in order. Raises InputError unless they are complete and as they were saved."""
     if args.recording is None and not flags.get("record"):
-        raise InputError(f"{args.source}: it ran without --record, so none of its steps can be replayed")
+        again = f"repeat the step with: {command_that_records(args.source, flags, step)}"
+        raise InputError(f"{args.source}: it ran without --record, so no step of it can be replayed; {again}")
     folder = args.recording or Path(flags["record"])
     steps = sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
     if not steps:

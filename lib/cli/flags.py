@@ -281,13 +281,14 @@ def _flags_of(args_class: type[DataclassInstance], values: dict[str, Any], prefi
 def _of_config(args_class: type[DataclassInstance], path: str, preset: Preset | None) -> tuple[list[str], bool]:
     """The flags in a run's config.json or a YAML file, without those that are about one start of a run; and whether it
     is the preset."""
+    check_text("config", path)
     try:
         file = Path(path).expanduser()
         text = file.read_text()
         tree = yaml.compose(text, Loader=_FlatLoader)  # JSON is YAML
     except yaml.MarkedYAMLError as error:
         raise InputError(f"--config {path} line {error.problem_mark.line + 1}: {error.problem}") from error
-    except (OSError, RuntimeError, ValueError, yaml.YAMLError) as error:  # RuntimeError: ~name of nobody
+    except (OSError, RuntimeError, UnicodeError, yaml.YAMLError) as error:  # RuntimeError: ~name of nobody
         raise InputError(f"--config {path}: cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(tree, yaml.MappingNode):
         raise InputError(f"--config {path}: give a run's config.json, or YAML lines such as lr: 1e-5")

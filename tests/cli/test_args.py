@@ -162,9 +162,9 @@ BAD_FLAGS = {  # what the message says, by flags
     "parsing --total-steps: invalid literal for int() with base 10: '1e20'": ["--total-steps", "1e20"],
     "parsing --lr: no type matching {None}|FLOAT could be instantiated from ['x']": ["--lr", "x"],
     "--group-size 100000000000000000000: must be at least 1 and at most 2147483647": ["--group-size", "1" + "0" * 20],
-    "--prompts-per-step 32 x --group-size 2147483647: at most 16777216": ["--group-size", "2147483647"],
+    " x --group-size 2147483647: at most 16777216 responses": ["--group-size", "2147483647"],
     "--config 'a\\x00b': must be UTF-8 text": ["--config", "a\0b"],
-    "--replay xxx": ["--replay", "x" * 5000],
+    "xxx, which a flag names: File name too long": ["--replay", "x" * 5000],
     "there is no flag --num-generations; did you mean --group-size? docs/coming_from_trl": ["--num-generations", "8"],
     "no flag actor_rollout_ref.rollout.n; did you mean --group-size? docs/coming_from_verl": [
         "actor_rollout_ref.rollout.n=8"
