@@ -58,13 +58,13 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 def check_names(args: RunArgs, samples: Mapping[str, int]) -> None:
     """Raises InputError if --keep-best or --stop-when names a mean that no validation has. samples: of a prompt, by
-    data source. The number of a scorer in the name is known later."""
+    data source; empty if unknown. The number of a scorer in the name is known later."""
     stop = StopWhen.parse(args.stop_when).metric if args.stop_when else ""
     for flag, name in {
         f"--keep-best {args.keep_best}": args.keep_best,
         f"--stop-when {args.stop_when!r}": stop,
     }.items():
-        mean = re.match(r"val/(.+/)mean@(\d+)", name)
+        mean = re.match(r"val/(.+/)mean@(\d+)", name) if samples else None
         if mean and not any(mean[1].startswith(f"{source}/") and int(mean[2]) == n for source, n in samples.items()):
             known = [f"val/{source}/mean@{n}" for source, n in samples.items()]
             raise InputError(f"{flag}: no such metric of validation; {_near(name, known)}")
