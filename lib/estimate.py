@@ -54,6 +54,8 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
         counts = dict(getattr(dataset, "dropped", {}))
         if escaped := getattr(dataset, "escaped", 0):
             counts["special_tokens_as_text"] = escaped
+        if incomplete := getattr(dataset, "incomplete", 0):
+            counts["without a message that the chat template leaves out"] = incomplete
         return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())}) from {shown(files)}"
 
     train_data, val_sets = inputs.train_data, list(zip(args.validation.sets(), inputs.val_data))

@@ -48,6 +48,7 @@ from lib.rollout import (
     make_engine,
 )
 from lib.run import Run, Validation
+from lib.run.goals import check_names
 from lib.sandbox import accept as accept_sandbox
 from lib.seeds import set_seed
 
@@ -276,6 +277,9 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     train_data = None if validation.val_only else load(list(data.train_files))
     val_data = [load(list(val_set.files)) for val_set in validation.sets()] if validation.enabled else []
     trained, validated = [train_data] if train_data is not None else [], val_data
+    if args.run.keep_best or args.run.stop_when:  # a data set of your own need not know its data sources
+        sets = zip(validation.sets(), val_data)
+        check_names(args.run, {source: n.samples for n, rows in sets for source in getattr(rows, "data_sources", ())})
     seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
     if reward.reward_model and seen:
         raise InputError(f"{seen} has images: --reward-model reads text only")

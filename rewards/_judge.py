@@ -27,6 +27,7 @@ KEYS = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}  # variabl
 USAGE = {"openai": ("prompt_tokens", "completion_tokens"), "anthropic": ("input_tokens", "output_tokens")}
 BUSY = {408, 409, 429}  # asked again, as is 5xx
 LARGEST_ANSWER = 2**22  # bytes
+SHORTEST_PAUSE_S = 0.05  # doubled with each request, also if the server names a shorter one
 LONGEST_PAUSE_S = 8.0  # between two requests, unless the server names another
 
 
@@ -162,9 +163,10 @@ async def _send(client: httpx.AsyncClient, url: str, body: dict, sent: count, de
             raise RuntimeError(f"rewards/judge.py: {url} redirects to {where!r}: give that address as base_url")
         if status < 500 and status not in BUSY:
             raise RuntimeError(f"rewards/judge.py: {url} refuses: {said}")
-        pause = retry_after(headers)
-        if pause is None:
-            pause = min(LONGEST_PAUSE_S, 0.5 * 2 ** min(number - 1, 10)) * random.uniform(0.5, 1)
+        asked = retry_after(headers)
+        first = 0.5 if asked is None else SHORTEST_PAUSE_S
+        pause = min(LONGEST_PAUSE_S, first * 2 ** min(number - 1, 10)) * random.uniform(0.5, 1)
+        pause = max(pause, asked or 0.0)
         if time.monotonic() + pause > deadline:
             raise TimeoutError(f"the last answer was {said}")
         await asyncio.sleep(pause)

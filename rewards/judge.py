@@ -17,7 +17,7 @@ environment variable OPENAI_API_KEY or ANTHROPIC_API_KEY, or from the one that "
 Results also have judge_seconds (of waiting), judge_requests, judge_prompt_tokens, judge_completion_tokens and
 judge_cached (share of the replies).
 
-A busy or failing server (429, 5xx) is asked again with growing pauses, or after its Retry-After, until 0.8 of the time
+A busy or failing server (429, 5xx) is asked again with growing pauses, or a longer Retry-After, until 0.8 of the time
 limit (--reward-timeout) is over. A reply without a verdict is an error, which the pool counts, and never a silent 0.
 A judge does not see a response's thoughts. A response cannot close its tag in the prompt, but it can try to persuade
 the judge: look at samples with high scores.

@@ -206,6 +206,15 @@ def test_flags_that_the_code_names_exist():
     assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
 
 
+def test_bounds_of_engine_apart_are_those_of_the_code():
+    """Wherever troubleshooting.md names them."""
+    from lib.model.update_checks import APART
+
+    lines = [line for line in text_of("troubleshooting.md").splitlines() if "`engine_apart`" in line]
+    numbers = {float(number) for line in lines for number in re.findall(r"\d+e-\d+|0\.\d+", line)}
+    assert len(lines) >= 2 and numbers == {*APART.values()}
+
+
 def test_servers_are_started_on_an_address():
     """vLLM's default is all interfaces, and in dev mode it obeys whoever comes."""
     paths = [

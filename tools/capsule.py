@@ -40,7 +40,9 @@ from lib.data_proto import DataProto
 from lib.manifest import entry, why_altered, why_incomplete, write_manifest
 from lib.model import load_model, load_tokenizer
 from lib.rollout.replay import BATCH, recorded_steps
+from lib.run.checkpoint import step_folders
 from lib.run.run_config import read_json
+from lib.run.tracking import read_rows
 from tools import export
 
 ROOT = Path(__file__).parent.parent
@@ -199,10 +201,23 @@ def write(args: Args, step: int) -> None:
     print(f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it with python -m tools.capsule {output}", flush=True)
 
 
+def command_that_records(run: Path, flags: dict, step: int) -> str:
+    """It resumes from the last checkpoint before the step, as a new run."""
+    before = [path for path in step_folders(run / "checkpoints") if int(path.name.removeprefix("step_")) < step]
+    name = f"{run.resolve().name}-recorded"
+    words = ["python", str(flags.get("script")), "--config", str(run / "config.json"), "--run-name", name]
+    words += ["--resume", str(before[-1])] if before else []
+    words += ["--record", f"{name}-steps"]
+    if flags.get("lr_schedule") == "constant":  # another depends on the number of steps
+        words += ["--total-steps", str(step)] + ["--total-epochs", "None"] * bool(flags.get("total_epochs"))
+    return shlex.join(words)
+
+
 def find_recording(args: Args, flags: dict, step: int) -> list[Path]:
     """The folders of the step's ranks, in order. Raises InputError unless they are complete and as they were saved."""
     if args.recording is None and not flags.get("record"):
-        raise InputError(f"{args.source}: it ran without --record, so none of its steps can be replayed")
+        again = f"repeat the step with: {command_that_records(args.source, flags, step)}"
+        raise InputError(f"{args.source}: it ran without --record, so no step of it can be replayed; {again}")
     folder = args.recording or Path(flags["record"])
     steps = recorded_steps(folder)
     if not steps:
@@ -384,10 +399,8 @@ def pack_script(start: Path, folder: Path) -> dict[str, Any]:
 
 def metrics_of(run: Path, step: int) -> dict[str, float]:
     """The step's line of metrics.jsonl; of a repeated step the last one."""
-    file, found = run / "metrics.jsonl", None
-    if file.is_file():
-        rows = map(json.loads, file.read_text().splitlines())
-        found = [row for row in rows if row["step"] == step and "training/rows_in" in row]
+    file = run / "metrics.jsonl"
+    found = [row for row in read_rows(file) if row and row["step"] == step and "training/rows_in" in row]
     if not found:
         raise InputError(f"{file}: no metrics of step {step}: the run ended in it, or before it")
     return found[-1]

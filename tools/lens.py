@@ -29,10 +29,11 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from lib import InputError, setup
+from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor
-from tools.oracle import ROOT, load_script, parse_one_line, run_quietly
+from tools.oracle import ROOT, load_script, run_quietly
 from tools.page.lens import most_apart
 
 RECORDED = "as recorded"
@@ -238,7 +239,7 @@ def replay(args: Args) -> list[dict[str, Any]]:
         quiet += ["--no-export-model", "--save-rollouts", "0", "--stage-timeout", "0", "--val-every", "0"]
         base = ["--config", str(config), "--replay", str(recording), *quiet, *shlex.split(args.flags)]
         choices = {
-            name: parse_one_line(script, [*base, *shlex.split(flags)]) for name, flags in choices_of(args).items()
+            name: parse_flags(script.Args, [*base, *shlex.split(flags)]) for name, flags in choices_of(args).items()
         }
         own = choices[RECORDED]
         for name, other in choices.items():

@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError, setup
-from lib.cli.flags import parse_json
+from lib.cli.flags import parse_flags, parse_json
 from lib.cli.process import command_line
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, iter_full_params
@@ -42,7 +42,7 @@ from lib.rollout.hf_engine import GroupLayer, HFEngine
 from lib.rollout.replay import recorded_steps
 from lib.run.run_config import read_json
 from lib.sampling import Sampling
-from tools.oracle import ROOT, load_script, parse_one_line, run_quietly
+from tools.oracle import ROOT, load_script, run_quietly
 
 VERSIONS = 4  # of the weights that are kept: those of the step and of three updates before
 REPRODUCED = 0.1  # of the gap: if the engine's log-probs are found up to this, no other setting is tried
@@ -578,7 +578,7 @@ def measure(args: Args) -> Report:
         quiet = ["--output-dir", folder, "--run-name", "mismatch", "--val-files", "none", "--save-every", "0"]
         quiet += ["--no-export-model", "--save-rollouts", "0", "--stage-timeout", "0", "--val-every", "0", "--track"]
         quiet += ["--total-steps", str(step), "--keep-best", "", "--stop-when", "", "--reward-workers", "0"]
-        own = parse_one_line(script, ["--config", args.config, *more, *quiet, *shlex.split(args.flags)])
+        own = parse_flags(script.Args, ["--config", args.config, *more, *quiet, *shlex.split(args.flags)])
         return _look(script, own, step, bool(args.replay), Path(folder))
 
 

@@ -18,7 +18,6 @@ import io
 import itertools
 import json
 import math
-import re
 import shlex
 import subprocess
 import sys
@@ -345,19 +344,8 @@ class Step:
 def args_of(script: ModuleType, flags: str) -> tuple[Any, dict]:
     """The script's Args and its rollout correction. Raises InputError."""
     toy = ["--config", str(ROOT / "data/toy/preset.yaml"), "--num-mini-batches", "1", "--update-epochs", "1"]
-    args = parse_one_line(script, [*toy, *shlex.split(flags)])
+    args = parse_flags(script.Args, [*toy, *shlex.split(flags)])
     return args, setup.check_algorithm(args, torch.device("cpu"))
-
-
-def parse_one_line(script: ModuleType, words: list[str]) -> Any:
-    """The script's Args of these words. Raises InputError, also where tyro would draw a box."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return parse_flags(script.Args, words)
-    except SystemExit as error:
-        text = re.findall(r"[^│╭╮╰╯─\s]+", said.getvalue())
-        raise InputError(f"{script.__name__}.py: {' '.join(text)}") from error
 
 
 def run_quietly(script: ModuleType, args: Any, end: type[Exception]) -> None:

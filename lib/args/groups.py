@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
+from lib.args.settings import LONGEST_WAIT, SECONDS
 from lib.cli.flags import Group, Names, OnReplay, OnResume, as_flag, parse_json, with_line_breaks
 from lib.cli.user_code import load_object
 from lib.sampling import Sampling
@@ -143,7 +144,7 @@ class DataArgs(Group):
     """text that spells a special token, such as <|im_end|>, becomes that token; otherwise a space breaks it up"""
     shuffle: Annotated[bool, ROWS] = True
     """shuffle the training prompts anew in each epoch"""
-    loader_workers: Annotated[int, Ge(0), MAY_CHANGE] = 0
+    loader_workers: Annotated[int, Interval(ge=0, le=1024), MAY_CHANGE] = 0
     """processes that tokenize prompts ahead of time; 0: the training process does it"""
     prompt_sampling: Annotated[PromptSampling, ROWS] = "uniform"
     """which prompts come: uniform: each once an epoch; skip: not those whose groups scored alike --prompt-skip-after
@@ -195,7 +196,7 @@ class RolloutArgs(Group):
     agent: Annotated[str, AS_RECORDED, FILES] = ""
     """your agent, which asks the policy through OpenAI's API (chat completions, responses, completions) or Anthropic's:
     path/to/file.py:function or a command (docs/agents.md)"""
-    agent_timeout: Annotated[float, Gt(0)] = 600.0
+    agent_timeout: Annotated[float, SECONDS] = 600.0
     """timeout of an agent's episode in seconds; a longer one is not trained on"""
     agent_memory: Annotated[int | None, Ge(1), MAY_CHANGE] = None
     """address space of each process of an agent that is a command, in MiB; empty: no limit"""
@@ -284,9 +285,9 @@ class RewardArgs(Group):
     """JSON of keyword arguments for every scorer"""
     shadow_reward: Annotated[tuple[str, ...], FILES, MAY_CHANGE] = ()
     """scorers, as --reward, that are logged beside the reward (shadow/<name>/...) and never trained on"""
-    reward_workers: Annotated[int, Ge(0), MAY_CHANGE] = 2
+    reward_workers: Annotated[int, Interval(ge=0, le=1024), MAY_CHANGE] = 2
     """worker processes per rank; 0: score in the training process, for breakpoint()"""
-    reward_timeout: Annotated[float, Gt(0), MAY_CHANGE] = 30.0
+    reward_timeout: Annotated[float, SECONDS, MAY_CHANGE] = 30.0
     """timeout of a scorer for one response, in seconds"""
     reward_memory: Annotated[int, Ge(1), MAY_CHANGE] = 2048
     """memory limit of a scorer in MiB, beyond the memory of its imports"""
@@ -358,7 +359,7 @@ class ValidationArgs(Group):
     """validate (with --resume: that checkpoint) and stop; reads no training data; writes to <run>/val_only/1, 2, ..."""
     val_reward: Annotated[tuple[str, ...], MAY_CHANGE, FILES] = ()
     """scorers of validation, as --reward; empty: those of training"""
-    val_samples: Annotated[tuple[int, ...], Ge(1), MAY_CHANGE] = (1,)
+    val_samples: Annotated[tuple[int, ...], Interval(ge=1, le=2**16), MAY_CHANGE] = (1,)
     """responses per validation prompt: n in mean@n, pass@k, maj@k. This and the next four: one value, or one for each
     file of --val-files, such as --val-samples 32 1"""
     val_temperature: Annotated[tuple[float, ...], Ge(0), MAY_CHANGE] = (0.0,)
@@ -454,7 +455,7 @@ class RunArgs(Group):
     """folder, seen by all nodes, that keeps each step's batch for --replay and a debugger (docs/replay.md)"""
     replay: str = ""
     """folder of a --record: train on what was sampled and scored there, without engine and scorers, on as many ranks"""
-    stage_timeout: Annotated[float, Ge(0), MAY_CHANGE] = 1800.0
+    stage_timeout: Annotated[float, Interval(ge=0, le=LONGEST_WAIT), MAY_CHANGE] = 1800.0
     """seconds that a stage (start, rollout, update, save, ...; not loading models) may take before the job ends and
     says why; after a 30th of that, a line says where the ranks are; 0: no limit"""
     save_every: Annotated[int, Ge(0), MAY_CHANGE] = 50

@@ -8,6 +8,8 @@ from annotated_types import Ge, Gt, Interval
 from lib.cli.flags import Names, OnReplay, non_default
 
 FILES, AS_RECORDED = Names.FILES, OnReplay.AS_RECORDED
+LONGEST_WAIT = 1e9  # seconds: clocks of the system and of libraries take no more
+SECONDS = Interval(gt=0, le=LONGEST_WAIT)
 AdvEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "opo", "gpg", "maxrl", "grpo_passk", "grpo_leave_one_out", "grpo_batch_std",
     "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline",
@@ -56,9 +58,9 @@ class MultiTurnArgs:
     """maximum number of characters of an answer of a tool or the interaction"""
     truncate: Literal["left", "middle", "right"] = "middle"
     """where longer answers are truncated"""
-    tool_timeout: Annotated[float, Gt(0)] = 30.0
+    tool_timeout: Annotated[float, SECONDS] = 30.0
     """timeout of a call of a tool or the interaction, in seconds"""
-    episode_timeout: Annotated[float | None, Gt(0)] = None
+    episode_timeout: Annotated[float | None, SECONDS] = None
     """timeout of an episode in seconds; a longer one is not trained on"""
     reward_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
     """weight of the rewards of tools and the interaction, added to the scorers'"""

@@ -6,6 +6,8 @@ from lib import InputError, launched_ranks
 from lib.args.script import ScriptArgs
 from lib.cli.flags import as_flag
 
+MOST_ROWS = 2**24  # of a step, on all ranks
+
 
 @dataclass
 class Sizes:
@@ -41,6 +43,10 @@ def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
         raise InputError(
             "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
             f"{prompts} / ({world_size} x {args.num_mini_batches}) = {prompts / parts:g}"
+        )
+    if prompts * args.group_size > MOST_ROWS:
+        raise InputError(
+            f"--prompts-per-step {prompts} x --group-size {args.group_size}: at most {MOST_ROWS} responses"
         )
     for name, size in args.shard.parallel_sizes().items():
         if world_size % size:

@@ -15,10 +15,10 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, asdict, astuple, dataclass, fields, is_dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -44,13 +44,57 @@ DEEPEST = 8  # levels of a YAML file, of which flags have three
 OF_SCRIPTS = "scripts"  # in a preset: flags of one script each
 NO_MAPPING = "takes no mapping; if it takes JSON, write that as one text in quotes"
 LONGEST = 100  # characters of a name that a message repeats, and digits of a number
+BOX_LINE = re.compile("[─-]{9}|╰|Got errors")  # of tyro's messages
 RENAMED = {  # keys of older configs whose new name is not the most similar one
     "engine_ranks": "rollout_tensor_parallel_size",
     "gpu_memory": "gpu_memory_utilization",
     "replicas": "dp_replicate_size",
     "lam": "gae_lambda",
 }
+OF_PEERS = {  # page of docs/: {name there: flag here that says it, or begins to}
+    "coming_from_trl.md": {
+        "num_generations": "group_size", "generation_batch_size": "prompts_per_step", "num_iterations": "update_epochs",
+        "per_device_train_batch_size": "micro_batch_tokens", "gradient_accumulation_steps": "num_mini_batches",
+        "steps_per_generation": "num_mini_batches", "max_completion_length": "max_response_length",
+        "learning_rate": "lr", "lr_scheduler_type": "lr_schedule", "adam_beta2": "adam_betas", "beta": "kl_coef",
+        "epsilon": "clip_ratio_low", "epsilon_high": "clip_ratio_high", "delta": "loss_kwargs.delta",
+        "loss_type": "loss_agg_mode", "scale_rewards": "adv_estimator", "importance_sampling_level": "loss",
+        "top_entropy_quantile": "token_masks.top_entropy", "mask_truncated_completions": "overlong_filtering",
+        "off_policy_mask_threshold": "token_masks.off_policy_sequence", "reward_funcs": "reward",
+        "use_vllm": "rollout_engine", "vllm_mode": "rollout_engine", "vllm_server_base_url": "rollout_engine",
+        "vllm_gpu_memory_utilization": "gpu_memory_utilization", "environment_factory": "multi_turn.interaction",
+        "vllm_tensor_parallel_size": "rollout_tensor_parallel_size", "bf16": "compute_dtype",
+        "max_tool_calling_iterations": "multi_turn.max_turns", "max_steps": "total_steps",
+        "num_train_epochs": "total_epochs", "eval_dataset": "val_files", "eval_steps": "val_every",
+        "eval_strategy": "val_every", "num_generations_eval": "val_samples", "metric_for_best_model": "keep_best",
+        "load_best_model_at_end": "keep_best", "save_steps": "save_every", "save_total_limit": "keep_checkpoints",
+        "resume_from_checkpoint": "resume", "report_to": "track", "log_completions": "save_rollouts",
+        "shuffle_dataset": "shuffle", "model_name_or_path": "model", "dataset_name": "train_files",
+    },
+    "coming_from_verl.md": {
+        "rollout.n": "group_size", "train_batch_size": "prompts_per_step", "ppo_mini_batch_size": "num_mini_batches",
+        "ppo_epochs": "update_epochs", "ppo_max_token_len_per_gpu": "micro_batch_tokens",
+        "ppo_micro_batch_size_per_gpu": "micro_batch_tokens", "loss_mode": "loss", "kl_loss_coef": "kl_coef",
+        "use_kl_loss": "kl_coef", "kl_loss_type": "kl_estimator", "use_kl_in_reward": "kl_placement",
+        "target_kl": "kl_target", "horizon": "kl_horizon", "entropy_coeff": "entropy_coef",
+        "norm_adv_by_std_in_grpo": "adv_estimator", "filter_groups.enable": "zero_variance",
+        "max_num_gen_batches": "max_gen_batches", "overlong_buffer_cfg.len": "overlong_buffer",
+        "optim.lr": "lr", "lr_warmup_steps": "warmup_steps", "grad_clip": "max_grad_norm",
+        "critic_warmup": "critic_warmup_steps", "rollout.name": "rollout_engine", "val_kwargs.n": "val_samples",
+        "val_kwargs.temperature": "val_temperature", "tensor_model_parallel_size": "rollout_tensor_parallel_size",
+        "bypass_mode": "old_log_probs", "engine_kwargs.vllm": "vllm_kwargs", "trainer_mode": "rollout_gpus",
+        "tool_config_path": "multi_turn.tools", "max_assistant_turns": "multi_turn.max_turns",
+        "max_parallel_calls": "multi_turn.max_tool_calls", "max_tool_response_length": "multi_turn.max_tool_output",
+        "multi_turn.format": "multi_turn.parser", "enable_gradient_checkpointing": "gradient_checkpointing",
+        "use_remove_padding": "padding_free", "use_prefix_grouper": "share_prompts", "param_offload": "cpu_offload",
+        "ulysses_sequence_parallel_size": "sequence_parallel_size", "optimizer_offload": "cpu_offload",
+        "total_training_steps": "total_steps", "test_freq": "val_every", "save_freq": "save_every",
+        "max_actor_ckpt_to_keep": "keep_checkpoints", "resume_mode": "resume", "trainer.logger": "track",
+        "experiment_name": "run_name", "rollout_data_dir": "save_rollouts", "model.path": "model",
+    },
+}  # fmt: skip
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}
+LARGEST_INT = 2**31 - 1  # of a flag without an upper bound of its own
 WORDS = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 
 
@@ -107,21 +151,18 @@ def read_flags(args_class: type[T]) -> T:
     garbage collector is off afterwards, for the imports that follow; `lib.distributed.run` switches it on."""
     guard_output()
     end_at_ctrl_c()
-    said, shown = _Held(), _Held()  # tyro's stderr, which a launcher's report wants too, and its stdout, the --help
+    shown = _Held()  # the --help
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
+        with contextlib.redirect_stdout(shown):
             args = parse_flags(args_class, sys.argv[1:])
         threads_of_environment()  # torch's import would print a line of its own
-        sys.stderr.write(said.getvalue())
         if (note := vars(args)["preset_note"]) and os.environ.get("RANK", "0") == "0":
             print(note, flush=True)
     except InputError as error:
         report_mistake(f"error: {error}")
         sys.exit(2)
-    except SystemExit as stop:
-        if stop.code:
-            report_mistake(said.getvalue().strip())
-        elif is_first_on_node():
+    except SystemExit:
+        if is_first_on_node():
             print(_algorithm_last(shown.getvalue()))
         raise
     gc.disable()  # until lib.distributed.run: a sixth of the imports' time is its looking for garbage that is not there
@@ -138,10 +179,17 @@ def threads_of_environment() -> int:
 
 def parse_flags(args_class: type[T], words: list[str]) -> T:
     """The Args of these words of a command line, checked. Their `given` has the names of the flags that were typed, and
-    of those that a config changes: one with its default asks for nothing, nor does the preset. Raises InputError; tyro
-    raises SystemExit, for --help too."""
+    of those that a config changes: one with its default asks for nothing, nor does the preset. Raises InputError, and
+    SystemExit for --help."""
     note, preset, own = _words(args_class, words)
-    args = tyro.cli(args_class, args=preset + own)  # of a flag that is there twice, the last one counts
+    said = _Held()
+    try:
+        with contextlib.redirect_stderr(said):
+            args = tyro.cli(args_class, args=preset + own)  # of a flag that is there twice, the last one counts
+    except SystemExit as stop:
+        if stop.code:
+            raise InputError(_mistake(said.getvalue(), _defaults(args_class))) from None
+        raise
     typed, of_preset = _names(words), _names(preset) - _names(own)
     typed_values = {name: value for name, value, _ in walk(args) if as_flag(name) in typed}
     changed = {name for name in changed_flags(args) if as_flag(name) not in of_preset}
@@ -155,6 +203,34 @@ def parse_flags(args_class: type[T], words: list[str]) -> T:
 
 class _Held(io.StringIO):
     encoding = getattr(sys.stdout, "encoding", "")  # tyro draws boxes if it is UTF-8
+
+
+def _mistake(box: str, flags: Collection[str]) -> str:
+    """What tyro's box says, in one line; of an unknown flag the one that was meant."""
+    lines = [line.strip("│ ") for line in box.strip().splitlines()[1:]]  # without the title
+    lines = [*dropwhile(BOX_LINE.match, lines)]
+    text = " ".join(takewhile(lambda line: not BOX_LINE.match(line), lines)).strip()
+    if unknown := re.match(r"Unrecognized options: ([^\s,=]+)", text):
+        meant, page = _meant(unknown[1], flags)
+        hint = f"did you mean {', '.join(meant)}?{page}" if meant else "--help has the names"
+        return f"there is no flag {unknown[1][:LONGEST]}; {hint}"
+    return (text or " ".join(box.split()))[: 8 * LONGEST]  # it repeats the value
+
+
+def _meant(name: str, flags: Collection[str]) -> tuple[list[str], str]:
+    """The flags that an unknown name may mean: a former name, one of TRL's or verl's (with the page that has these), a
+    setting, or a similar one."""
+    key = re.sub("^[-+~]+", "", name).replace("-", "_")
+    parts = key.split(".")
+    ends = [".".join(parts[start:]) for start in range(len(parts))]  # a.b.c, b.c, c
+    for page, names in OF_PEERS.items():
+        if flag := next((as_flag(names[end]) for end in ends if as_flag(names.get(end, "")) in flags), None):
+            return [flag], f" docs/{page} has the names"
+    if same := [as_flag(end) for end in ends[1:] if as_flag(end) in flags]:  # verl's data.train_files
+        return same, ""
+    wanted = as_flag(RENAMED.get(key, key))
+    settings = [flag for flag in flags if flag.startswith(f"{wanted}.")]
+    return settings or difflib.get_close_matches(wanted, flags, 1), ""
 
 
 def _algorithm_last(help_text: str) -> str:
@@ -206,6 +282,7 @@ def _flags_of(args_class: type[DataclassInstance], values: dict[str, Any], prefi
 def _of_config(args_class: type[DataclassInstance], path: str, preset: Preset | None) -> tuple[list[str], bool]:
     """The flags in a run's config.json or a YAML file, without those that are about one start of a run; and whether it
     is the preset."""
+    check_text("config", path)
     tree = read_yaml(path, f"--config {path}")
     if not isinstance(tree, yaml.MappingNode):
         raise InputError(f"--config {path}: give a run's config.json, or YAML lines such as lr: 1e-5")
@@ -273,11 +350,9 @@ def _values(node: yaml.Node, file: str, flags: dict[str, Any], prefix: str = "--
         if flag in flags or (is_mapping and any(other.startswith(f"{flag}.") for other in flags)):
             values[name] = _values(inner, file, flags, flag if flag in flags else f"{flag}.")
         else:
-            settings = [other for other in flags if other.startswith(f"{flag}.")]
-            wanted = f"{prefix}{RENAMED.get(name, name)}".replace("_", "-")
-            near = settings or difflib.get_close_matches(wanted, flags, 1)
-            hint = f"; is it {near[0][2:].replace('-', '_')}?" if near else "; --help has the names"
-            raise InputError(f"{where}: there is no flag {key[:LONGEST]}{hint}")
+            meant, page = _meant(flag, flags)
+            hint = f"is it {meant[0][2:].replace('-', '_')}?{page}" if meant else "--help has the names"
+            raise InputError(f"{where}: there is no flag {key[:LONGEST]}; {hint}")
     return values
 
 
@@ -373,14 +448,25 @@ def non_default(settings: DataclassInstance) -> dict[str, Any]:
 def check_flags(args: Any) -> None:
     """Raises InputError for values out of their range, and for what groups and script refuse. It fills in values."""
     for name, value, marks in walk(args):
+        check_text(name, value)
         if found := secret_in(value, as_flag(name)):  # the message does not repeat the value
-            advice = "put it in the environment and name the variable (docs/security.md)"
+            advice = "put it in the environment, which commands and your code see (docs/security.md)"
             raise InputError(f"{found}; flags stand in config.json and logs: {advice}")
         check_range(name, value, marks)
-    for value in vars(args).values():
-        if isinstance(value, Group):
-            value.check()
-    args.check()
+    try:
+        for value in vars(args).values():
+            if isinstance(value, Group):
+                value.check()
+        args.check()
+    except OSError as error:
+        raise InputError(f"{str(error.filename)[:LONGEST]}, which a flag names: {error.strerror}") from error
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raises InputError for a text, alone or in a tuple, that no file and no tokenizer takes."""
+    for text in value if isinstance(value, tuple) else [value]:
+        if isinstance(text, str) and re.search("[\0\ud800-\udfff]", text):  # half a pair stands for invalid UTF-8
+            raise InputError(f"{as_flag(name)} {text[:LONGEST]!r}: must be UTF-8 text without a NUL character")
 
 
 def check_range(name: str, value: Any, marks: tuple) -> None:
@@ -388,14 +474,17 @@ def check_range(name: str, value: Any, marks: tuple) -> None:
     bounds: list[Any] = []
     for mark in marks:
         bounds += mark if isinstance(mark, Interval) else [mark] if type(mark) in HOLDS else []
+    if not any(type(bound) in (Le, Lt) for bound in bounds):
+        whole = [number for number in (value if isinstance(value, tuple) else [value]) if type(number) is int]
+        bounds += [Le(LARGEST_INT)] * bool(whole)
     for number in value if isinstance(value, tuple) else [value]:
         if not isinstance(number, int | float):
             continue
-        if not abs(number) < math.inf:
+        if isinstance(number, float) and not math.isfinite(number):
             raise InputError(f"{as_flag(name)} {number}: must be a finite number")
         if not all(HOLDS[type(bound)](number, *astuple(bound)) for bound in bounds):
             must = " and ".join(f"{WORDS[type(bound)]} {astuple(bound)[0]}" for bound in bounds)
-            raise InputError(f"{as_flag(name)} {number}: must be {must}")
+            raise InputError(f"{as_flag(name)} {str(number)[:LONGEST]}: must be {must}")
 
 
 def with_line_breaks(text: str) -> str:

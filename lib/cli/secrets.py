@@ -2,33 +2,51 @@
 repeat, may not hold one. They are redacted from what a run prints and what a tool answers. Files that may still hold
 one can be read by their owner only.
 
-A secret is recognised by its name (api_key, Authorization, a variable X_TOKEN), by its form (sk-..., user:password@ in
+A secret is recognised by its name (api_key, Authorization, X_TOKEN=), by its form (sk-..., user:password@ in
 a URL), or because the environment holds it under such a name. Other secrets are not found.
 """
 
 import json
 import os
 import re
-import shlex
 import tempfile
+from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-NAME = re.compile(
-    r"(?:^|[_.-])(?:(?:api|access|auth|secret|private)[_-]?key|(?:api|access|auth|bearer|refresh|hf)[_-]?token|secret"
-    r"|password|passwd|passphrase|authorization|credentials?)$|^token$",
-    re.IGNORECASE,
+NAME = re.compile(  # in lower case, with _ between words
+    r"(?:^|_)(?:(?:api|access|auth|secret|private|signing|encryption|license|openai|anthropic)_?keys?"
+    r"|(?:api|access|auth|bearer|refresh|session|bot|hf)_?tokens?|secrets?|passw(?:or)?ds?|passphrase|pwd"
+    r"|authorization|credentials?|(?:basic|http)_auth)$|^token$"
 )
 NAME_OF_VARIABLE = re.compile(
-    r"(?:^|[_-]|api|pg)(?:key|token|secret|password|passwd|passphrase|authorization|credentials?)$", re.IGNORECASE
+    r"(?:^|[_-]|api|pg)(?:key|token|secret|password|passwd|passphrase|authorization|credentials?)$"
+    r"|[_-](?:pass|pwd|pat)$",
+    re.IGNORECASE,
 )
+TOKEN_OF_TEXT = re.compile(
+    r"(?:[beu]os|pad|unk|sep|cls|mask|stop|start|end|begin|special|image|video|audio|think(?:ing)?|next|new)_token$"
+)
+NO_SECRET = re.compile(  # a reference, or what stands where no key is needed
+    r"(?i)[\W_]*|(?:(?:bearer|basic|token)\s+)?(?:\$\w+|\$?\{\w+\}|<[^<>]*>|\$\(.*|os\.(?:environ|getenv).*)[\])}]*"
+    r"|empty|none|null|dummy|true|false"
+)
+RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=]{20,}")
+VALUE = r"""["'\\]*(?P<value>(?:(?:[Bb]earer|[Bb]asic|[Tt]oken)\s+)?[^\s"'\\,;&|]{0,200})"""
+NAMED = re.compile(  # NAME=value, "name": "value", Header: value; and an option with its value
+    rf"""(?<![\w.-])(?P<name>[\w.-]+)["'\\]*\s*[:=]\s*(?={VALUE})"""
+    rf"""|(?<![\w.-])(?P<option>--?[A-Za-z][\w.-]*)["'\\]*[\s,]+(?!["'\\]*--)(?={VALUE.replace("value", "word", 1)})"""
+)
+PROSE = re.compile(r"(?:^|[_.-])(?:prompt|template|rubric|stop|stop-when)$")  # flags and keys whose text is for a model
 FORMS = {
     "user:password@ in a URL": r"://[^/?#\s@]+@",
-    "a key in a URL's query": r"(?i:[?&](?:api_?key|key|(?:access_)?token|sig(?:nature)?|secret|password)=)",
-    "it looks like a key": r"(?<![\w-])(?:[spr]k-[\w-]{16,}|hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.eyJ[\w-]+)",
+    "a key in a URL's query": r"(?i:[?&](?:(?:x-)?api[_-]?key|(?:access_?)?key|(?:access_|auth_)?token|auth"
+    r"|(?:x-amz-)?sig(?:nature)?|(?:client_)?secret|password|pwd)=)",
+    "it looks like a key": r"(?<![\w-])(?:[spr]k-(?:\w{16,}|(?=[\w-]*\d)[\w-]{16,})"
+    r"|(?:hf|gh[pousr]|gsk|npm|r8)_[A-Za-z0-9]{20,}|github_pat_\w{20,}|(?:glpat|nvapi|xai)-[\w-]{16,}|xox[abprs]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{10,}\.eyJ[\w-]+|[Bb]earer\s+(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,})|-----BEGIN [A-Z ]*PRIVATE KEY",
+    "a user's password for curl": r"\bcurl\s(?:.{0,200}\s)?--?u(?:ser)?[\s=]*[\"']?[^\s:\"'$]{1,200}:[^\s\"'$]+",
 }
 PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s@]+)@")
 SHORTEST = 8  # shorter values are not redacted, because they occur in other words
@@ -48,32 +66,36 @@ _named: set[str] = set()  # variables that hold a key, as flags say
 def secret_in(value: Any, flag: str, *path: str) -> str | None:
     """Where and why the value of a flag holds a key or password: "flag path: why", without the secret; else None.
 
-    value: of any type; a text may be JSON. path: the keys in the flag's JSON that lead to the value.
+    value: of any type; a text may be a command, or hold JSON. path: the keys in the flag's JSON that lead to the value.
     """
-    if isinstance(value, dict):
-        return _first(secret_in(inner, flag, *path, str(key)) for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return _first(secret_in(inner, flag, *path) for inner in value)
-    if not isinstance(value, str) or not value:
-        return None
     where, key = " ".join([flag, *path]), path[-1] if path else ""
-    if key.endswith("_env"):
-        _named.add(value)
-        return None if re.fullmatch(r"[A-Za-z_]\w*", value) else f"{where}: it is not the name of a variable"
-    if NAME.search(key):
+    if isinstance(value, dict):
+        return _first(
+            _of_form(str(name), where) or secret_in(inner, flag, *path, str(name)) for name, inner in value.items()
+        )
+    if isinstance(value, list | tuple):
+        words = [" ".join(value)] if all(isinstance(word, str) for word in value) and len(value) > 1 else []
+        return _first(secret_in(inner, flag, *path) for inner in (*value, *words))
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    text = str(value)
+    if key.endswith("_env") and NAME.search(_snake(key.removesuffix("_env"))):
+        _named.add(text)
+        return None if re.fullmatch(r"[A-Za-z_]\w*", text) else f"{where}: it is not the name of a variable"
+    if any(_is_secret(name, text) for name in path):
         return f"{where}: it is a key or password by its name"
-    if value.lstrip().startswith("{"):
-        try:
-            return secret_in(json.loads(value), flag, *path)
-        except (ValueError, RecursionError):  # parse_json reports it
-            if found := _first(f"{where}: {word}" for word in re.findall(r"[\w-]+", value) if NAME.search(word)):
-                return found
-    if value.startswith("mcp:") and (name := _key_of_command(value.removeprefix("mcp:"))):
+    outside = text  # of a JSON object in it
+    with suppress(ValueError, RecursionError):  # parse_json reports it
+        inner, end = json.JSONDecoder().raw_decode(text, start := text.index("{"))
+        outside = f"{text[:start]} {text[end:]}"
+        if found := secret_in(inner, flag, *path):
+            return found
+    if found := _of_form(text, where):
+        return found
+    is_of_flag = flag.startswith("--")  # and not a file
+    if (is_of_flag or path) and not PROSE.search(key or flag) and (name := _named_secret(outside)):
         return f"{where}: {name} gets a key or password"
-    for why, form in FORMS.items():
-        if re.search(form, value):
-            return f"{where}: {why}"
-    held = (name for name, secret in _in_environment() if _holds(value, secret))
+    held = (name for name, secret in _in_environment() if _holds(text, secret))
     return _first(f"{where}: it holds the value of {name}" for name in held)
 
 
@@ -81,17 +103,34 @@ def _first(found) -> str | None:
     return next(filter(None, found), None)
 
 
-def _key_of_command(command: str) -> str | None:
-    """The name in the command's first NAME=secret or option with a secret; None without any. $VARIABLE is no secret."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return None
-    for word, following in pairwise([*words, ""]):
-        name, given, text = word.partition("=")
-        is_option = name.startswith("-")
-        is_key = NAME.search(name.lstrip("-")) if is_option else given and NAME_OF_VARIABLE.search(name)
-        if is_key and (text if given else following) and not text.startswith("$"):
+def _of_form(text: str, where: str) -> str | None:
+    return _first(f"{where}: {why}" for why, form in FORMS.items() if re.search(form, text))
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"[.-]|(?<=[a-z\d])(?=[A-Z])", "_", name.strip("-")).lower()
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Whether what has this name and value is a key or password."""
+    snake = _snake(name)
+    if NO_SECRET.fullmatch(value) or (snake.endswith("token") and re.match(r"\d{1,5}(?!\w)", value)):
+        return False
+    if NAME.search(snake):
+        return True
+    if TOKEN_OF_TEXT.search(snake):
+        return False
+    if name.isupper():
+        return bool(NAME_OF_VARIABLE.search(name))
+    is_token = snake.endswith("_token") and re.fullmatch(r"[\w+/=.~-]{6,}", value)
+    return bool(is_token or (snake.endswith(("key", "token")) and RANDOM.fullmatch(value)))
+
+
+def _named_secret(text: str) -> str | None:
+    """The name of the first secret in a command, a header or the like; None without any."""
+    for found in NAMED.finditer(text):
+        name = found["name"] or found["option"]
+        if _is_secret(name, found["value"] if found["name"] else found["word"]):
             return name
     return None
 

@@ -2,13 +2,16 @@
 
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 
+MARK = "Zq7"  # changes a text, also where a template trims it
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # of transformers
 
 
@@ -34,7 +37,46 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, path:
         raise InputError(f"--chat-template {path}: not UTF-8 text ({error})") from error
     except TemplateSyntaxError as error:
         raise InputError(f"--chat-template {path} line {error.lineno}: {error.message}") from error
+    if not text.strip():
+        raise InputError(f"--chat-template {path}: the file is empty; none takes the model's template away")
     tokenizer.chat_template = text
+
+
+def question_of(messages: list[dict]) -> int:
+    """The number of the user's last message; without any, of the last one."""
+    return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
+
+
+def left_out(messages: list[dict], text: str, render: Callable[[list[dict]], str]) -> list[int]:
+    """The numbers of the messages whose text the chat template does not write into `text`, its output: nothing changes
+    with what stands before or behind it. Of the question neither end may be without effect.
+    render raises InputError for messages that the template refuses."""
+
+    def has_effect(i: int, change: Callable[[str], str]) -> bool:
+        message = messages[i] | {"content": _changed(messages[i]["content"], change)}
+        try:
+            return render([*messages[:i], message, *messages[i + 1 :]]) != text
+        except InputError:  # it read the message
+            return True
+
+    found = []
+    for i, message in enumerate(messages):
+        if not all(part.strip() in text for part in _texts(message.get("content"))):
+            effects = [has_effect(i, change) for change in (lambda own: f"{MARK} {own}", lambda own: f"{own} {MARK}")]
+            if not (all(effects) if i == question_of(messages) else any(effects)):
+                found.append(i)
+    return found
+
+
+def _texts(content: Any) -> list[str]:
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return [part["text"] for part in parts if isinstance(part.get("text"), str)]
+
+
+def _changed(content: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(content, str):
+        return change(content)
+    return [part | {"text": change(part["text"])} if isinstance(part.get("text"), str) else part for part in content]
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: dict) -> None:

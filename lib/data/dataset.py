@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 
 from lib import InputError
 from lib.cli.user_code import load_object
+from lib.data.chat_template import left_out, question_of
 from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, only_text
 from lib.data.rows import DEEPEST, _plain, _shown, read_rows
 from lib.data.special_tokens import SpecialTokenEscaper
@@ -31,6 +33,7 @@ SERIAL_ROWS_OF_IMAGES = 500  # decoding and resizing take longer
 
 class Prompt(NamedTuple):
     messages: list[dict]
+    text: str
     escaped: bool  # whether special tokens in the messages were broken up
     encoded: Encoded
     media: dict  # multi_modal_data
@@ -57,6 +60,7 @@ class RLHFDataset(Dataset):
     start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` those
     that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row. Unless
     allow_special_tokens, a space breaks up text that spells a special token, in raw_prompt too; `escaped` counts these.
+    `incomplete` counts those of which the chat template leaves out a message; the last one of the user it must write.
 
     With `vision`, a row's images and videos are those of its columns "images" and "videos", in the order of <image> and
     <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature of an image, and their
@@ -106,7 +110,7 @@ class RLHFDataset(Dataset):
         if n_read == 0:
             raise InputError(f"{names or 'data files'}: no rows; check the files")
 
-        lengths, has_truth, broken_up, n_media = self._check_rows(n_read, num_proc).T
+        lengths, has_truth, broken_up, n_media, incomplete = self._check_rows(n_read, num_proc).T
         max_media = vision.max_images if vision else 0
         too_long, too_many = lengths > max_prompt_length, n_media > max_media
         cut = too_long & (not filter_overlong_prompts)
@@ -129,7 +133,7 @@ class RLHFDataset(Dataset):
             left = f"{n_read} read, {len(lengths)} too long for max_prompt_length={max_prompt_length}"
             shortest = f"the shortest prompt has {lengths.min()} tokens"
             raise InputError(f"{names}: no row left: {left} ({shortest}); raise max_prompt_length")
-        self.escaped = int(broken_up[self.kept].sum())
+        self.escaped, self.incomplete = int(broken_up[self.kept].sum()), int(incomplete[self.kept].sum())
         self.without_ground_truth = self._first(has_truth == 0)
         self.with_images = self._first(n_media > 0)
 
@@ -226,7 +230,7 @@ class RLHFDataset(Dataset):
             ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
             if not ids:
                 raise self._error(row, "the prompt is empty, and the tokenizer puts no token before a text")
-            return Prompt(plain, plain != messages, Encoded(ids, ids, {}), {})
+            return Prompt(plain, text, plain != messages, Encoded(ids, ids, {}), {})
         path = Path(self.sources[self._locate(row)[0]][0]).expanduser()
         folder = path if path.is_dir() else path.parent if path.is_file() else Path()  # where relative paths begin
         media = self.vision.media(images, videos, self._where(row), folder)
@@ -234,7 +238,7 @@ class RLHFDataset(Dataset):
             encoded = self.vision.encode(text, media)
         except InputError as error:
             raise self._error(row, str(error)) from error
-        return Prompt(plain, plain != messages, encoded, media)
+        return Prompt(plain, text, plain != messages, encoded, media)
 
     def _only_text(self, row: int, messages: list[dict]) -> str:
         """Of a prompt without a chat template."""
@@ -251,9 +255,19 @@ class RLHFDataset(Dataset):
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._error(row, f"the chat template refuses this prompt: {reason}") from error
 
-    def _check_row(self, row: int) -> tuple[int, bool, bool, int]:
+    def _left_out(self, row: int, prompt: Prompt) -> bool:
+        """Whether the chat template leaves a message out. Raises InputError if it is what the user asks."""
+        messages = prompt.messages
+        found = left_out(messages, prompt.text, partial(self._templated, row)) if self.tokenizer.chat_template else []
+        if (question := question_of(messages)) in found:
+            advice = "in a template that is message.content; give another --chat-template"
+            raise self._error(row, f"the chat template leaves out text of message {question}, the question: {advice}")
+        return bool(found)
+
+    def _check_row(self, row: int) -> tuple[int, bool, bool, int, bool]:
         """Checks a row. Returns the prompt's tokens (0 with too many images), whether it has a ground truth, whether a
-        special token in it was broken up, and the number of its images or videos, whichever is more."""
+        special token in it was broken up, the number of its images or videos, whichever is more, and whether the
+        template leaves out a message."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(value := fields.get(column, {}), dict):
@@ -265,12 +279,12 @@ class RLHFDataset(Dataset):
         messages, images, videos = self._with_media(row, fields)
         n_media = max(len(images), len(videos))
         if self.vision and n_media > self.vision.max_images:
-            return 0, has_truth, False, n_media
+            return 0, has_truth, False, n_media, False
         prompt = self._prompt(row, messages, images, videos)
-        return len(prompt.encoded.ids), has_truth, prompt.escaped, n_media
+        return len(prompt.encoded.ids), has_truth, prompt.escaped, n_media, self._left_out(row, prompt)
 
     def _check_rows(self, n_read: int, num_proc: int | None) -> np.ndarray:
-        """(n_read, 4) integers: what _check_row returns for each row."""
+        """(n_read, 5) integers: what _check_row returns for each row."""
         if num_proc is None:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -370,7 +384,7 @@ _forked: RLHFDataset | None = None  # what the processes of _check_rows inherit
 
 def _check_rows_of_forked(rows: range) -> np.ndarray:
     assert _forked is not None
-    return np.array([_forked._check_row(row) for row in rows], dtype=np.int64).reshape(-1, 4)
+    return np.array([_forked._check_row(row) for row in rows], dtype=np.int64).reshape(-1, 5)
 
 
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:

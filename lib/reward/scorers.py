@@ -1,5 +1,6 @@
 """Finds and checks the scorers of a run before it starts."""
 
+import difflib
 import importlib
 import inspect
 from collections import Counter
@@ -93,9 +94,9 @@ def _modules_for(datasets: list) -> list[str]:
     for data_source in sorted(set().union(*(dataset.data_sources for dataset in datasets))):  # reads every row
         module = table.scorer_module(data_source)
         if module is None:
-            advice = f"add it to rewards/__init__.py (known: {', '.join(table.SCORERS)})"
-            advice += " or give --reward path/to/file.py:function"
-            raise InputError(f"no scorer for data_source {data_source!r}: {advice}")
+            near = ", ".join(difflib.get_close_matches(data_source, table.SCORERS, 3, cutoff=0.4))
+            advice = "give --reward path/to/file.py:function, or add the name to rewards/__init__.py"
+            raise InputError(f"no scorer for data_source {data_source!r}: {advice}{near and f' (near: {near})'}")
         modules.add(f"rewards.{module}")
     return sorted(modules)
 
@@ -108,6 +109,9 @@ def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
     path = Path(file).expanduser().resolve()
     signature = inspect.signature(function)
     form = _form(signature.parameters)
+    if "completions" in signature.parameters and plural(form, "solution_str") not in signature.parameters:
+        how = "three lines turn it into a scorer (docs/coming_from_trl.md#reward-functions)"
+        raise InputError(f"--reward {spec}: {name}(completions, ...) has TRL's form: {how}")
     requested = tuple(key for key in ON_REQUEST if key in signature.parameters and key not in kwargs)
     arguments = [*(plural(form, key) for key in ARGUMENTS), *requested]
     try:

@@ -2,7 +2,8 @@
 
 import difflib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +14,17 @@ from lib.args import RunArgs, StopWhen
 @dataclass
 class Goals:
     args: RunArgs
-    _seen: set[str] = field(default_factory=set)  # metrics that have been found: later they may be missing
+    _seen: set[str] = field(default_factory=set)  # metrics that have been found, or were noted as missing
 
     def reached(self, metrics: Mapping[str, float]) -> float | None:
-        """The metric of --stop-when, if the condition holds for these metrics of a step. Raises InputError."""
+        """The metric of --stop-when, if the condition holds for these metrics of a step. It notes once that there is no
+        such metric: some come in a few steps only, as faults and what a scorer gives some responses."""
         if not self.args.stop_when:
             return None
         condition = StopWhen.parse(self.args.stop_when)
-        value = self._find(f"--stop-when {self.args.stop_when!r}", condition.metric, metrics)
+        if missing := self._missing(condition.metric, metrics):
+            print(f"note: --stop-when {self.args.stop_when!r}: {missing}; the run goes on until one holds", flush=True)
+        value = metrics.get(condition.metric)
         return value if value is not None and condition.holds(value) else None
 
     def better(self, best: dict[str, Any] | None, step: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
@@ -28,21 +32,39 @@ class Goals:
         than `best`. A tie keeps the older. Raises InputError."""
         if not (name := self.args.keep_best):
             return None
-        bound = self._find(f"--keep-best {name}", f"{name}/lower_bound", metrics)
+        if missing := self._missing(f"{name}/lower_bound", metrics):
+            raise InputError(f"--keep-best {name}: {missing}")
+        bound = metrics.get(f"{name}/lower_bound")
         if bound is None or not bound > (best["lower_bound"] if best else -math.inf):
             return None
         return {"metric": name, "step": step, "value": metrics[name], "lower_bound": bound}
 
-    def _find(self, flag: str, name: str, metrics: Mapping[str, float]) -> float | None:
-        """Raises InputError if there are metrics of the kind, of training or validation, and never one of the name."""
+    def _missing(self, name: str, metrics: Mapping[str, float]) -> str | None:
+        """Says once that there are metrics of the kind, of training or validation, and never was one of the name."""
         of_validation = name.startswith("val/")
         known = [other for other in metrics if other.startswith("val/") == of_validation]
         logged = bool(known) if of_validation else "training/rows_in" in metrics
-        if name not in metrics and logged and name not in self._seen:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-            near = list(dict.fromkeys(other.removesuffix("/lower_bound") for other in near))
-            what = "validation" if of_validation else "training"
-            raise InputError(f"{flag}: no such metric of {what}; near: {', '.join(near) or 'none'}")
-        if name in metrics:
-            self._seen.add(name)
-        return metrics.get(name)
+        if name in self._seen or not (logged or name in metrics):
+            return None
+        self._seen.add(name)
+        what = "validation" if of_validation else "training"
+        return None if name in metrics else f"no such metric of {what}; {_near(name, known)}"
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+    return f"near: {', '.join(dict.fromkeys(other.removesuffix('/lower_bound') for other in near)) or 'none'}"
+
+
+def check_names(args: RunArgs, samples: Mapping[str, int]) -> None:
+    """Raises InputError if --keep-best or --stop-when names a mean that no validation has. samples: of a prompt, by
+    data source; empty if unknown. The number of a scorer in the name is known later."""
+    stop = StopWhen.parse(args.stop_when).metric if args.stop_when else ""
+    for flag, name in {
+        f"--keep-best {args.keep_best}": args.keep_best,
+        f"--stop-when {args.stop_when!r}": stop,
+    }.items():
+        mean = re.match(r"val/(.+/)mean@(\d+)", name) if samples else None
+        if mean and not any(mean[1].startswith(f"{source}/") and int(mean[2]) == n for source, n in samples.items()):
+            known = [f"val/{source}/mean@{n}" for source, n in samples.items()]
+            raise InputError(f"{flag}: no such metric of validation; {_near(name, known)}")

@@ -22,7 +22,7 @@ from lib.data_proto import DataProto
 from lib.distributed import World
 from lib.run.disk import free_space
 from lib.run.prompt_images import keep_images, row_hashes
-from lib.run.tracking import prompt_text, turns_of
+from lib.run.tracking import prompt_texts, turns_of
 
 
 def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -> list[int]:
@@ -124,7 +124,7 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
         "group": texts(columns["uid"]),
         "sample": pa.array([next(in_group[uid]) for uid in columns["uid"]], pa.int32()),
         "row_hash": texts(row_hashes(batch)),
-        "prompt": texts(prompt_text(messages) for messages in columns["raw_prompt"]),
+        "prompt": texts(prompt_texts(batch, tokenizer)),
         "response": texts(responses),
         "ground_truth": texts(x if x is None or isinstance(x, str) else _json(x) for x in truths),
         "tokens": pa.array(tokens, pa.list_(pa.string())),

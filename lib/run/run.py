@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,7 +57,7 @@ from lib.run.provenance import write_start
 from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
 from lib.run.run_config import read_json
 from lib.run.throughput import peak_tflops, throughput_metrics
-from lib.run.tracking import Tracker
+from lib.run.tracking import Tracker, read_rows
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
@@ -295,9 +295,9 @@ class Run:
             wait([self._writing], PATIENCE_S)  # the step that someone will ask about
         if self.world.rank > 0:
             return
-        with suppress(OSError, InputError):  # a full disk, again
-            self.tracker.notes()
-            self.tracker.close()
+        for end in (self.tracker.notes, self.tracker.close):
+            with suppress(OSError, InputError):  # a full disk, again; or rows that no run has written end this one
+                end()
         if not interrupted:
             return
         where, resume = "", None
@@ -604,14 +604,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 def _steps(file: Path) -> list[int | None]:
     """The step of each row; None for a torn last line. Raises InputError for a row that no run has written."""
-    steps: list[int | None] = []
-    with file.open("rb") if file.exists() else nullcontext(()) as rows:
-        for row in rows:
-            try:
-                steps.append(int(json.loads(row)["step"]) if row.endswith(b"\n") else None)
-            except (ValueError, TypeError, KeyError) as error:
-                raise InputError(f"{file}, line {len(steps) + 1}: not a row of a run: fix or delete it") from error
-    return steps
+    return [row["step"] if row else None for row in read_rows(file)]
 
 
 def _cut(file: Path, late: list[bool], aside: Path) -> None:

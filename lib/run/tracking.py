@@ -13,7 +13,8 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -301,21 +302,21 @@ def _module(tracker: str, name: str | None = None) -> Any:
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a scored batch for `Tracker.samples`, without the chat template, with the response's special tokens.
+    """The rows of a scored batch for `Tracker.samples`: prompts and responses with their special tokens.
     A row with images has their names in run_dir/images, where they are written. A multi-turn episode also has how it
     ended, its turns (`turns_of`) and the errors of its tools."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
     scored = tensors["response_mask"].any(1).tolist()
     attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
-    rows, hashes, images = [], row_hashes(batch), keep_images(run_dir, batch)
+    rows, hashes, images, prompts = [], row_hashes(batch), keep_images(run_dir, batch), prompt_texts(batch, tokenizer)
     for i, own in enumerate(attended):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
             "index": row.get("index"),
             "data_source": row["data_source"],
             "row_hash": hashes[i],
-            "prompt": prompt_text(row["raw_prompt"]),
+            "prompt": prompts[i],
             "response": tokenizer.decode(responses[i][own]),
             "score": scores[i] if scored[i] else None,
             "ground_truth": row["reward_model"]["ground_truth"],
@@ -344,15 +345,13 @@ def _markdown(row: Mapping[str, Any]) -> str:
     return "\n\n".join(f"{key}\n\n    {text}" for key, text in indented.items())
 
 
-def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages without the chat template; an image is shown as <image>, a video as <video>."""
-
-    def text_of(content: Any) -> str:
-        if not isinstance(content, list):
-            return str(content or "")
-        return "".join(str(part["text"]) if "text" in part else f"<{part.get('type')}>" for part in content)
-
-    return "\n".join(text_of(message.get("content")) for message in messages)
+def prompt_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the model read before each response, with special tokens; an image is one placeholder."""
+    prompts, columns = batch.batch["prompts"], batch.non_tensor_batch
+    attended = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
+    media = columns.get("multi_modal_data", [None] * len(prompts))
+    ids = [columns["raw_prompt_ids"][i] if media[i] else row[attended[i]] for i, row in enumerate(prompts)]
+    return [tokenizer.decode(own) for own in ids]
 
 
 def turns_of(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -371,13 +370,37 @@ def _validated(metrics: Mapping[str, Any]) -> list[str]:
     return [key for key in metrics if key.startswith("val/") and f"{key}/ci_low" in metrics]
 
 
-def _rows(metrics_file: str | Path) -> list[dict[str, Any]]:
-    """The rows of the file, without a torn last line."""
-    lines = Path(metrics_file).read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def read_rows(file: Path) -> Iterator[dict[str, Any] | None]:
+    """The rows of metrics.jsonl or samples.jsonl; None for a torn last line. Raises InputError for a row that no run
+    has written."""
+    with file.open("rb") if file.exists() else nullcontext(()) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield _row(line, is_metrics=file.name == "metrics.jsonl") if line.endswith(b"\n") else None
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise InputError(f"{file}, line {number}: not a row of a run: fix or delete it") from error
 
 
-def plot_curve(metrics_file: str | Path, path: str | Path, title: str) -> None:
+def _row(line: bytes, is_metrics: bool) -> dict[str, Any]:
+    """Raises ValueError, OverflowError or RecursionError."""
+    row = json.loads(line)
+    values = row.items() if isinstance(row, dict) and is_metrics else ()
+    numbers = [value for key, value in values if key != "nonfinite" and value is not None]
+    if not (isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0):
+        raise ValueError("no step")
+    if not (
+        all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+        and isinstance(row.get("nonfinite", {}), dict)
+    ):
+        raise ValueError("not a number")
+    return row
+
+
+def _rows(metrics_file: Path) -> list[dict[str, Any]]:
+    return list(filter(None, read_rows(metrics_file)))
+
+
+def plot_curve(metrics_file: Path, path: str | Path, title: str) -> None:
     """Plots over steps the train reward (raw and smoothed), validation with its interval, and mean response length."""
     from matplotlib.figure import Figure  # its import takes a second, which the start of a run can do without
 

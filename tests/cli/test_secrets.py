@@ -33,6 +33,10 @@ IN_FLAGS = {  # what the message says, by flags
     "--multi-turn.tools: GITHUB_TOKEN gets": ["--multi-turn.tools", "mcp:env GITHUB_TOKEN=hunter22 server"],
     "--multi-turn.tools: --api-key": ["--multi-turn.tools", "mcp:server --api-key hunter22"],
     "--multi-turn.tools: Authorization": ["--multi-turn.tools", "mcp:Authorization=hunter22 https://h/mcp"],
+    "--agent: OPENROUTER_API_KEY gets": ["--agent", "env OPENROUTER_API_KEY=hunter22 python prog.py"],
+    "--multi-turn.interaction api_key: it is a key": [
+        *("--multi-turn.interaction", 'verifiers:x {"api_key": "correct horse"}')
+    ],
     "--train-files: it holds the value of MY_TOKEN": ["--train-files", "https://h/of-the-environment/train.parquet"],
 }
 
@@ -50,9 +54,79 @@ def test_a_key_in_a_flag_is_refused_and_not_repeated():
         assert not any(secret in said for secret in ("hunter22", "aHVudGVyMjI", "correct horse", KEY, "of-the-env"))
 
 
+HOLD_A_KEY = [
+    *("prog.py --api-key hunter22", "prog -api_key=hunter22", "prog -apikey hunter22", "prog --openai-key=hunter22"),
+    *("prog --token=hunter22", "prog --github-token hunter22", "prog --password 'hunter22 x'", "prog --token 'a b'"),
+    *("prog -H 'x-api-key: hunter22'", "prog -H 'Authorization: Bearer hunter22'", "curl -u me:hunter22 http://h"),
+    *(
+        "prog --header=Authorization:hunter22",
+        "prog 'Authorization: Basic aHVudGVyMjI='",
+        "prog --auth 'Bearer hunter22'",
+    ),
+    *(
+        "sh -c 'export X_TOKEN=hunter22; prog'",
+        "bash -c \"API_KEY='hunter22' prog\"",
+        "docker run -e DB_PASS=hunter22 x",
+    ),
+    *(
+        "PASSWORD=hunter22 prog",
+        "env AWS_SECRET_ACCESS_KEY=hunter22 prog",
+        "PGPASSWORD=hunter22 prog",
+        "KEY=hunter22 p",
+    ),
+    *("docker run --env=GITHUB_PAT=hunter22 x", "prog password=hunter22", "prog --set auth.apiKey=hunter22"),
+    *(
+        "prog https://me:hunter22@h/v1",
+        "postgres://me:hunter22@db/x",
+        "https://h/v1?access_token=hunter22",
+        "prog --key",
+    ),
+    *(f"prog {KEY}", f"hf_{'aB3' * 11}", f"ghp_{'aB3' * 12}", f"AKIA{'ABC4' * 4}", f"AIza{'aB3' * 12}"),
+    *("-----BEGIN RSA PRIVATE KEY-----", "prog --api-key $ecret-hunter22", "prog --api-key ${X:-hunter22}"),
+    *(
+        'verifiers:x {"api_key": "hunter22"}',
+        "gym:x.py:Env {'api_key': 'hunter22'}",
+        'verifiers:x {"token": "hunter22"',
+    ),
+    *(
+        '{"env": {"OPENAI_KEY": "hunter22"}}',
+        '{"env": ["OPENAI_API_KEY=hunter22"]}',
+        '{"args": ["--api-key", "hunter22"]}',
+    ),
+    *('{"a": [{"b": {"clientSecret": "hunter22"}}]}', '{"api_key": {"value": "hunter22"}}', '{"password": 12345678}'),
+    *('{"a": "{\\"api_key\\": \\"hunter22\\"}"}', '{"api\\u005fkey": "hunter22"}', '{"api_keys": ["hunter22"]}'),
+    *(
+        '{"env": "x.py:load {\\"api_key\\": \\"hunter22\\"}"}',
+        '{"cmd": "prog --api-key hunter22"}',
+        {"X-Auth-Token": KEY},
+    ),
+    *('{"slack_token": "hunter22"}', f'{{"{KEY}": 1}}', ("a", "--api-key", "hunter22"), '{"label_key": "a1" * 12}'),
+]
+HOLD_A_KEY[HOLD_A_KEY.index("prog --key")] += f" {'a1' * 12}"
+HOLD_A_KEY[HOLD_A_KEY.index('{"label_key": "a1" * 12}')] = json.dumps({"label_key": "a1" * 12})
+
+
+@pytest.mark.parametrize("value", HOLD_A_KEY, ids=str)
+def test_what_holds_a_key_is_refused(value):
+    found = secret_in(value, "--agent")
+    assert found and found.startswith("--agent") and "hunter22" not in found and KEY not in found
+
+
 @pytest.mark.parametrize(
     "value",
     [
+        "python agent.py --max-tokens 5 --tokenizer gpt2 --level token_level --api-key-env NAME --key-file x.pem",
+        'sh -c \'prog --api-key $OPENAI_API_KEY -H "Authorization: Bearer $TOKEN" --token "${HF_TOKEN}"\'',
+        "sh -c 'API_KEY=$(cat key.txt) prog'; prog --api-key EMPTY --token --verbose",
+        "prog answer_key=answer --eos-token '<|im_end|>' --stop-token END --sort-key=name --label-key label_2024",
+        'verifiers:x {"max_tokens": 5, "api_key_var": "OPENAI_API_KEY", "judge_api_key_env": "JUDGE_KEY"}',
+        '{"gym_env": "CartPole-v1", "cost_per_token": 0.1, "token": 7, "end_token": "###", "api_key": "EMPTY"}',
+        '{"rubric": "The answer says password: none, or KEY=value pairs", "secret": null, "use_auth_token": true}',
+        '{"stop_token": "Observation", "prompt_key": "question", "model": "hf_checkpoint_converter_v2"}',
+        '{"revision": "0123456789abcdef0123456789abcdef01234567", "tokens": ["password", "key", "token"]}',
+        "data/level=token/token=5/part.parquet",
+        "path/to/token.py:password",
+        "val/token/mean@1 >= 0.9",
         "http://localhost:8000/v1",
         "Qwen/Qwen2.5-1.5B-Instruct",
         ".*[qkvo]_proj",
@@ -69,6 +143,12 @@ def test_a_key_in_a_flag_is_refused_and_not_repeated():
 )
 def test_what_is_no_key_passes(value):
     assert secret_in(value, "--flag") is None
+
+
+@pytest.mark.parametrize("flag", ["--system-prompt", "--prompt-template", "--stop", "--multi-turn.compact-prompt"])
+def test_a_text_for_the_model_may_name_keys(flag):
+    text = "Write KEY=value lines, such as password: {password}, or run login --token abc"
+    assert secret_in(text, flag) is None and secret_in(f"{text} {KEY}", flag)
 
 
 def test_what_the_environment_says_is_secret_is_redacted(monkeypatch):

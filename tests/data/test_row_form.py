@@ -90,9 +90,45 @@ def test_a_chat_template_comes_from_a_file_or_is_taken_away(tmp_path):
     assert tokenizer.chat_template.endswith("?")
     (tmp_path / "bad.jinja").write_text("\n{% for %}")
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
-    for name, reason in {"bad": "bad.jinja line 2: ", "latin": "not UTF-8", "absent": "cannot be read"}.items():
+    (tmp_path / "empty.jinja").write_text(" \n")
+    reasons = {"bad": "bad.jinja line 2: ", "latin": "not UTF-8", "absent": "cannot be read", "empty": "file is empty"}
+    for name, reason in reasons.items():
         with pytest.raises(InputError, match=f"--chat-template .*{reason}"):
             set_chat_template(tokenizer, str(tmp_path / f"{name}.jinja"))
+
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+ASKED += [{"role": "assistant", "content": "2"}, {"role": "user", "content": " 3+4\n"}]
+
+
+@pytest.mark.parametrize(
+    "body, incomplete",
+    [
+        ("{{ m.text }}", None),
+        ("{{ m.content[:2] }}", None),
+        ("{{ m.content[-1:] }}", None),
+        ("{% if m.role != 'user' %}{{ m.content }}{% endif %}", None),
+        ("{% if loop.first %}{{ m.content }}{% endif %}", None),
+        ("{# nothing #}<user>", None),
+        ("{{ m.content }}", 0),
+        ("{{ m.content | trim | replace('+', ' ') | upper }}", 0),
+        ("{% if m.content is string %}{{ m.content }}{% endif %}", 0),
+        ("{% if loop.last %}{{ m.content }}{% endif %}", 2),
+        ("{% if m.role == 'user' %}{{ m.content }}{% endif %}", 2),
+        ("{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}", 0),
+    ],
+)
+def test_a_chat_template_writes_the_question(body, incomplete, tmp_path):
+    """Else all prompts are the same. Other messages may be left out, which is counted."""
+    tokenizer = make_tokenizer(template=f"{{% for m in messages %}}<user>{body}{{% endfor %}}")
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": ASKED[-1:]}, {"prompt": ASKED}, {"prompt": ASKED[1:]}])
+    if incomplete is None:
+        message = error_of(file, tokenizer, max_prompt_length=99)
+        assert "rows.jsonl row 0: the chat template leaves out text of message 0, the question" in message or (
+            "loop.first" in body and "row 1: the chat template leaves out text of message 3" in message
+        )
+    else:
+        assert RLHFDataset(file, tokenizer, max_prompt_length=99).incomplete == incomplete
 
 
 def test_files_of_one_name_are_two_data_sources(tmp_path):

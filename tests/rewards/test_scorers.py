@@ -958,6 +958,20 @@ def test_the_judges_deadline_and_refusals():
     assert judged(lambda _, number: replies[number - 1])[0] == {"score": 0.2}
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "1e-9", "inf", "Fri, 01 Jan 2021 00:00:00 GMT"])
+def test_a_judge_that_wants_no_pause_is_not_flooded(value):
+    """In 1 s: the first pauses are at least 25, 50, 100, 200 and 400 ms, and a sixth would end behind the deadline."""
+    requests = []
+
+    def busy(_, number):
+        requests.append(number)
+        return [429, 503][number % 2], {["Retry-After", "Retry-After-Ms"][number % 2]: value}, b""
+
+    with pytest.raises(TimeoutError, match="the last answer was"):
+        judged(busy, time_limit_s=1.25)
+    assert 2 <= len(requests) <= 6
+
+
 def by_content(prompt, _):
     """Prefers the response with more exclamation marks."""
     a, b = prompt.partition("</response_A>")[0].count("!"), prompt.partition("</response_A>")[2].count("!")

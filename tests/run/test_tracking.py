@@ -17,7 +17,7 @@ from PIL import Image
 from lib import InputError
 from lib.distributed import Max, Mean, reduce_metrics
 from lib.model import load_tokenizer
-from lib.run.tracking import Tracker, plot_curve, prompt_text, sample_rows
+from lib.run.tracking import Tracker, plot_curve, prompt_texts, sample_rows
 from tests.common import TOY_MODEL, full_disk, rollout_batch
 
 STEP = {"reward/mean": 0.5, "response_length/mean": 230.4, "perf/tokens_per_s": 12345.6, "actor/loss": -0.1}
@@ -391,20 +391,21 @@ def test_trackio_keeps_a_run_on_this_machine_and_resumes_the_same_one(tmp_path):
     assert len(table) == 8 and table[0] == {"step": 3, **SAMPLES[0]}
 
 
-def test_a_sample_of_a_prompt_with_a_call_is_shown_without_content():
-    batch = rollout_batch([3, 3], [4, 2])
+def test_a_sample_has_the_prompt_that_the_model_read():
+    """As templated, without padding; an image is one placeholder."""
+    batch, tokenizer = rollout_batch([5, 3], [4, 2]), load_tokenizer(TOY_MODEL)
     batch.batch["token_level_scores"] = torch.zeros(2, 4)
-    prompt = [{"role": "user", "content": "2*3"}, {"role": "assistant", "tool_calls": [{}]}]
-    columns = {"raw_prompt": [prompt] * 2, "reward_model": [{"ground_truth": "6"}] * 2, "data_source": ["toy"] * 2}
+    messages = [{"role": "user", "content": "2*3"}]
+    read = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"][-5:]
+    batch.batch["prompts"][0] = torch.tensor(read)
+    columns = {"raw_prompt": [messages] * 2, "reward_model": [{"ground_truth": "6"}] * 2, "data_source": ["toy"] * 2}
+    columns |= {"multi_modal_data": [{}, {"image": ["one"]}], "raw_prompt_ids": [[], read[:4]]}
     batch.non_tensor_batch |= {key: np.fromiter(values, object, count=2) for key, values in columns.items()}
-    rows = sample_rows(batch, load_tokenizer(TOY_MODEL), Path("none"))
-    assert [row["prompt"] for row in rows] == ["2*3\n"] * 2 and rows[0]["score"] == 0
-
-
-def test_a_sample_of_a_prompt_with_images_shows_where_they_stand():
-    parts = [{"type": "image"}, {"type": "text", "text": "or "}, {"type": "video"}, {"type": "text", "text": "?"}]
-    messages = [{"role": "system", "content": "Look."}, {"role": "user", "content": parts}]
-    assert prompt_text(messages) == "Look.\n<image>or <video>?"
+    assert prompt_texts(batch, tokenizer) == [tokenizer.decode(read), tokenizer.decode(read[:4])]
+    del batch.non_tensor_batch["multi_modal_data"]
+    rows = sample_rows(batch, tokenizer, Path("none"))
+    assert rows[0]["prompt"] == tokenizer.decode(read) and rows[0]["score"] == 0
+    assert rows[1]["prompt"] == tokenizer.decode(batch.batch["prompts"][1][-3:])
 
 
 def test_curve(tmp_path):

@@ -997,15 +997,33 @@ def test_scorers_of_this_project_by_data_source(workers):
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
         (["{file}:slowly"], {"weights": (1, 2)}, "--reward-weights has 2 numbers for the 1 scorers of --reward"),
-        (["data_source"], {}, "no scorer for data_source 'unheard/of': add it to rewards/__init__.py"),
+        (["data_source"], {}, "no scorer for data_source 'unheard/of': give --reward path/to/file.py:function, or add"),
+        (
+            ["{file}:of_trl"],
+            {},
+            "of_trl(completions, ...) has TRL's form: three lines turn it into a scorer (docs/coming_fr",
+        ),
+        (["{file}:of_trl_with_any"], {}, "of_trl_with_any(completions, ...) has TRL's form"),
     ],
 )
 def test_mistakes_are_found_before_anything_starts(tmp_path, specs, settings, message):
-    (tmp_path / "mine.py").write_text(FORMS)
+    of_trl = "def of_trl(prompts, completions, **kwargs): return [0.0]\n"
+    of_trl += "async def of_trl_with_any(completions=None, *args, **kwargs): return [0.0]\n"
+    (tmp_path / "mine.py").write_text(FORMS + of_trl)
     specs = [spec.format(file=tmp_path / "mine.py") for spec in specs]
     with pytest.raises(InputError) as caught:
         load_scorers(specs, [Rows("toy/arithmetic", "unheard/of")], **settings)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("gsm8k", "openai/gsm8k"), ("HuggingFaceH4/MATH500", "HuggingFaceH4/MATH-500"), ("zzz", None)]
+)
+def test_a_data_source_without_a_scorer_is_answered_with_those_of_like_names(name, near):
+    with pytest.raises(InputError) as caught:
+        load_scorers(["data_source"], [Rows(name)])
+    said = str(caught.value)
+    assert said.count(",") <= 4 and (f"(near: {near}" in said if near else "near" not in said)
 
 
 def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shlex
 import shutil
 import stat
 import zipfile
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import grpo
 from lib import InputError
+from lib.cli.flags import parse_flags
 from lib.data_proto import DataProto
-from tests.common import ROOT, SMALL, fork, ran
+from tests.common import ROOT, SMALL, TOY_MODEL, fork, ran
 from tools.capsule import PATH_IN_CODE, Args, clean, main
 
 SCORER = '''
@@ -258,6 +261,33 @@ def test_what_cannot_be_packed_is_one_line(run, tmp_path, what):
     with pytest.raises(InputError, match=expected[what]) as error:
         main(args)
     assert "\n" not in str(error.value) and not (tmp_path / "out.zip").exists()
+
+
+@pytest.mark.parametrize("saved, resumed", [([], None), ([1, 2, 10], 2), ([3, 5], None)])
+def test_a_step_that_was_not_recorded_is_repeated_by_a_command(saved, resumed, tmp_path):
+    """From the last checkpoint before it, by a new run that ends with it."""
+    run = tmp_path / "a run"
+    for step in saved:
+        (run / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+    run.mkdir(exist_ok=True)
+    flags = {
+        "lr": 3e-4,
+        "total_epochs": 4,
+        "total_steps": 90,
+        "run_name": "a run",
+        "resume": "auto",
+        "model": TOY_MODEL,
+    }
+    flags |= {"train_files": [str(ROOT / "data/toy/train.jsonl")]}
+    (run / "config.json").write_text(json.dumps(flags | {"script": "grpo.py", "lr_schedule": "constant"}))
+    with pytest.raises(
+        InputError, match=r"it ran without --record, so .* repeat the step with: python grpo.py "
+    ) as error:
+        main(Args(run, step=3))
+    args = parse_flags(grpo.Args, shlex.split(str(error.value).partition("grpo.py ")[2]))
+    assert args.run.resume == ("never" if resumed is None else str(run / f"checkpoints/step_{resumed:06d}"))
+    assert (args.run.total_steps, args.run.total_epochs, args.lr) == (3, None, 3e-4)
+    assert args.run.run_name == "a run-recorded" and args.run.record == "a run-recorded-steps"
 
 
 @pytest.mark.parametrize(
