@@ -113,7 +113,8 @@ def merge_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for found in metrics:
         if twice := sorted(merged.keys() & found.keys()):
-            raise InputError(f"the metric {twice[0]!r} was logged twice in one step: give one of them another name")
+            advice = "rename one of them (a data source, a number of a scorer, a metric of the script)"
+            raise InputError(f"two metrics of one step are called {twice[0]!r}: {advice}")
         merged |= found
     return merged
 

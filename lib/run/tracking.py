@@ -32,6 +32,7 @@ from lib.data_proto import DataProto
 from lib.distributed import check_number
 from lib.run.alerts import alerts_of_run, alerts_of_step
 from lib.run.disk import writes_to
+from lib.run.metrics import merge_metrics
 from lib.run.prompt_images import keep_images, row_hashes
 
 # what a step's console line shows
@@ -110,9 +111,8 @@ class Tracker:
         values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
         self.latest = step, (self.latest[1] if step == self.latest[0] else {}) | values
-        row = {"step": step} | {key: None if key in nonfinite else value for key, value in values.items()}
-        if nonfinite:
-            row["nonfinite"] = nonfinite
+        shown = {key: None if key in nonfinite else value for key, value in values.items()}
+        row = merge_metrics([{"step": step}, shown, {"nonfinite": nonfinite} if nonfinite else {}])
         path = self.run_dir / "metrics.jsonl"
         with writes_to(path, f"the row of step {step} was not written"), path.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
