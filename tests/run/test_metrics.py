@@ -406,8 +406,9 @@ def test_a_metric_that_is_logged_twice_is_an_error():
 )
 def test_numbers_of_two_data_sources_never_share_a_name(rows):
     """The later one would win, and --keep-best would keep by it."""
-    validated = [Validated(i, source, {"score": 0.0} | own, None, False) for i, (source, own) in enumerate(rows.items())]
-    with pytest.raises(InputError, match="^two metrics of one step are called 'val/a/b"):
+    numbers = [(source, {"score": 0.0} | own) for source, own in rows.items()]
+    validated = [Validated(i, *of_source, None, False) for i, of_source in enumerate(numbers)]
+    with pytest.raises(InputError, match=r"^two metrics of one step are called 'val/a/b"):
         validation_metrics(validated)
 
 
