@@ -283,7 +283,7 @@ class _Step:
             "position_ids": torch.arange(P + T).expand(rows, P + T).contiguous(),
             "response_mask": sampled.clone(),
         }
-        tensors |= {"rollout_log_probs": torch.zeros(rows, T)}
+        tensors |= {"rollout_log_probs": torch.zeros(rows, T), "policy_version": torch.zeros(rows, dtype=torch.long)}
         if args.rollout.async_level:
             tensors["weight_versions"] = torch.zeros(rows, T, dtype=torch.long)
         objects: dict[str, list] = {"uid": [f"0-{n}" for n in number.tolist()], "finish_reason": ["stop"] * rows}

@@ -1080,8 +1080,8 @@ def test_llama_s_calls_may_stand_on_lines(between, after):
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "qwen3_coder"])
 @pytest.mark.parametrize(
-    "piece", ["</think>", "<think>", "<tool_call>", "<tool_call>x</tool_call>", INNER, tool_call("f") + "\n", '{"name": ',
-              "<function=f>", "<function=f><parameter=s>", XML_INNER]
+    "piece", ["</think>", "<think>", "<tool_call>", "<tool_call>x</tool_call>", INNER, tool_call("f") + "\n",
+              '{"name": ', "<function=f>", "<function=f><parameter=s>", XML_INNER]
 )  # fmt: skip
 def test_parsers_read_a_text_a_few_times_at_most(name, piece, monkeypatch):
     """What is searched and decoded is counted in characters: a search from each call to the end would be quadratic."""
