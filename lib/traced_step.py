@@ -326,8 +326,8 @@ class _Rollouts(Rollouts):
     def sync(self, *_: Any) -> dict[str, Any]:
         return {}
 
-    def next(self) -> DataProto:
-        return self.step.batch(self.sizes.group_size)
+    def next(self, group_size: int | None = None) -> DataProto:
+        return self.step.batch(group_size or self.sizes.group_size)
 
     def next_greedy(self, *_: Any) -> DataProto:
         return self.step.batch(1)

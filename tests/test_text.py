@@ -102,8 +102,14 @@ def test_the_program_is_that_of_the_expression(text):
 def test_the_parameters_are_those_of_the_expression(text):
     expected, end = [], 0
     while opened := re.compile(r"<function=([^<>\n]+)>\s*").search(text, end):
-        arguments, end = {}, opened.end()
+        names, arguments, end = [], {}, opened.end()
         while parameter := PARAMETER.match(text, end):
             arguments[parameter[1]], end = parameter[2], parameter.end()
-        expected.append(arguments if text.startswith("</function>", end) else None)
+            names.append(parameter[1])
+        whole = text.startswith("</function>", end)
+        expected.append(arguments if whole and len(names) == len(arguments) else None)
+        if not whole:  # what stands within it is text of it
+            ends = (found.end() for found in re.finditer("</function>", text) if found.start() >= end)
+            level = {at: text.count("</function>", end, at) - text.count("<function=", end, at) for at in ends}
+            end = next((at for at in level if level[at] == 1), len(text))
     assert [call.arguments for call in parse_qwen3_coder({}, text)] == expected

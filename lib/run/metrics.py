@@ -8,6 +8,7 @@ stay out of every other number. A metric without any data in this step is left o
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,9 @@ from lib.reward.manager import SHADOW
 from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
 from lib.run.batch_checks import batch_faults
+
+
+Value = TypeVar("Value")
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -108,9 +112,9 @@ def row_metrics(batch: DataProto, *others: DataProto) -> dict[str, Metric]:
     }
 
 
-def merge_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+def merge_metrics(metrics: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     """One dict of several. Raises InputError for a name that two of them have, since one value would be lost."""
-    merged: dict[str, Metric] = {}
+    merged: dict[str, Value] = {}
     for found in metrics:
         if twice := sorted(merged.keys() & found.keys()):
             advice = "rename one of them (a data source, a number of a scorer, a metric of the script)"

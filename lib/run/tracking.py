@@ -111,8 +111,9 @@ class Tracker:
         values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
         self.latest = step, (self.latest[1] if step == self.latest[0] else {}) | values
-        shown = {key: None if key in nonfinite else value for key, value in values.items()}
-        row = merge_metrics([{"step": step}, shown, {"nonfinite": nonfinite} if nonfinite else {}])
+        finite = {key: None if key in nonfinite else value for key, value in values.items()}
+        parts: list[dict[str, Any]] = [{"step": step}, finite, {"nonfinite": nonfinite} if nonfinite else {}]
+        row = merge_metrics(parts)
         path = self.run_dir / "metrics.jsonl"
         with writes_to(path, f"the row of step {step} was not written"), path.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
