@@ -20,7 +20,6 @@ from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
 from lib.run.batch_checks import batch_faults
 
-
 Value = TypeVar("Value")
 
 
