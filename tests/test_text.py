@@ -97,6 +97,13 @@ def test_the_program_is_that_of_the_expression(text):
     assert code.extract_program(text) == (named or plain or [text])[-1]
 
 
+def behind(text: str, start: int) -> int:
+    """Where a call that began before `start` ends; what stands within it is text of it."""
+    ends = (found.end() for found in re.finditer("</function>", text) if found.start() >= start)
+    level = {at: text.count("</function>", start, at) - text.count("<function=", start, at) for at in ends}
+    return next((at for at in level if level[at] == 1), len(text))
+
+
 @settings(max_examples=500)
 @given(st.lists(st.sampled_from(CALLS), max_size=16).map("".join))
 def test_the_parameters_are_those_of_the_expression(text):
@@ -106,10 +113,10 @@ def test_the_parameters_are_those_of_the_expression(text):
         while parameter := PARAMETER.match(text, end):
             arguments[parameter[1]], end = parameter[2], parameter.end()
             names.append(parameter[1])
+            if parameter[2].count("<function=") > parameter[2].count("</function>"):
+                names.append(None)
+                end = behind(text, end + len("</function>")) - len("</function>")
         whole = text.startswith("</function>", end)
         expected.append(arguments if whole and len(names) == len(arguments) else None)
-        if not whole:  # what stands within it is text of it
-            ends = (found.end() for found in re.finditer("</function>", text) if found.start() >= end)
-            level = {at: text.count("</function>", end, at) - text.count("<function=", end, at) for at in ends}
-            end = next((at for at in level if level[at] == 1), len(text))
+        end = end if whole else behind(text, end)
     assert [call.arguments for call in parse_qwen3_coder({}, text)] == expected

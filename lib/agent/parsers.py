@@ -124,7 +124,7 @@ LONGEST_LITERAL = 10_000  # characters
 OPEN_CALL, CLOSE_CALL = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 SPECIAL = re.compile(r"\s*(?:<\|\w+\|>\s*)*")  # <|im_end|>, <|eot_id|>
 FIRST_CALL = re.compile(r'\{\s*"(?:name|type)"\s*:')  # Llama's
-NEXT_CALL = re.compile(rf"\s*;\s*(?=\{{)|\s*(?={FIRST_CALL.pattern})")
+NEXT_CALL = re.compile(rf"\s*;\s*(?=\{{)|(?:[\s,]|<\|python_tag\|>)*(?={FIRST_CALL.pattern})")
 MARKS = re.compile(r"<(/?)tool_call>"), re.compile(r"<(/?)function[=>]")
 
 
@@ -178,14 +178,18 @@ def parse_qwen3_coder(tools: dict[str, BaseTool], text: str) -> list[ToolCall]:
     tags = [found.end(1) for found in ends]  # one search: a search from each parameter would be quadratic
     calls, end = [], 0
     while opened := FUNCTION.search(text, end):
-        name, arguments, end, twice = opened[1].strip(), {}, opened.end(), False
+        name, arguments, end, error = opened[1].strip(), {}, opened.end(), None
         schema = tools[name].get_openai_tool_schema()["function"] if name in tools else {}
         properties = (schema.get("parameters") or {}).get("properties", {})
         while (parameter := PARAMETER.match(text, end)) and (i := bisect_left(tags, parameter.end())) < len(tags):
             key, start, end = parameter[1].strip(), parameter.end(), ends[i].end()
-            twice |= key in arguments
-            arguments[key] = _from_text(text[start : ends[i].start()], properties.get(key, {}))
-        error = "a parameter stands twice in one call" if twice else None
+            value = text[start : ends[i].start()]
+            if key in arguments:
+                error = "a parameter stands twice in one call"
+            arguments[key] = _from_text(value, properties.get(key, {}))
+            if value.count("<function=") > value.count("</function>"):  # then the next one is not this call's
+                error = "a call stands in an argument"
+                end = _after(text, end + len("</function>"), MARKS[1]) - len("</function>")
         if not text.startswith("</function>", end):
             error = "a <parameter=...> without </parameter>, or a <function=...> without </function>"
             end = _after(text, end, MARKS[1])

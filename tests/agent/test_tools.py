@@ -1056,6 +1056,9 @@ INNERMOST = json.dumps(tool_call("rm", s="/"))
         ("qwen3_coder", f"<function=run>{XML_INNER}</function>", [None]),
         ("qwen3_coder", f"<function=run>{XML_INNER}</function>{XML_GOOD}", [None, "good"]),
         ("qwen3_coder", f"<function=run>\nrun({XML_INNER}", [None]),
+        ("qwen3_coder", in_xml("run", XML_INNER) + XML_GOOD, [None, "good"]),
+        ("qwen3_coder", in_xml("run", f"{XML_INNER} and {XML_INNER}") + XML_GOOD, [None, "good"]),
+        ("qwen3_coder", f"<function=run><parameter=s>{XML_INNER} and {XML_INNER}", [None]),
         ("llama3_json", f"<|python_tag|>run({INNERMOST})", [None]),
         ("llama3_json", f'{{"name": "f", "parameters": {INNERMOST}; {tool_call("rm", s="/")}', [None]),
         ("llama3_json", f'{tool_call("f")}\n{{"name": "g", "x": {tool_call("rm", s="/")}', ["f", None]),
@@ -1071,7 +1074,7 @@ def test_a_call_within_a_broken_one_is_not_made(name, text, names):
     assert [None if call.error else call.name for call in parse(name, text)] == names
 
 
-@pytest.mark.parametrize("between", ["\n", "\n\n", " ", "", ";", " ;\n"])
+@pytest.mark.parametrize("between", ["\n", "\n\n", " ", "", ";", " ;\n", ", ", "<|python_tag|>"])
 @pytest.mark.parametrize("after", ["", "<|eot_id|>", "\nDone.", '\n{"answer": 3}', "; so"])
 def test_llama_s_calls_may_stand_on_lines(between, after):
     calls = [tool_call("f", s="}\n{"), '{"type": "function", "name": "g", "parameters": {}}', tool_call("h")]
