@@ -202,7 +202,6 @@ def sample_groups(
         extras, failures = rewards.submit(batch, step).add_to(batch, args.reward_keys)
         rollouts.record_scores(batch)
         batch.batch["truncated"] = truncated_rows(batch)
-        batch.batch["sampled_at"] = torch.full_like(batch.batch["response_mask"][:, 0], step)
         add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | agent_metrics(batch) | failures)
         add_metrics(metrics, {"training/tokens": Sum(batch.batch["attention_mask"].sum().item())})
         batch.non_tensor_batch.pop("agent_metrics", None)  # clocks among them: no part of a run's state
@@ -351,12 +350,12 @@ def main(args: Args) -> None:
 
         # ---- 3 log-probs
         actor.check_rows(batch)
-        batch.batch["is_fresh"] = is_fresh = batch.batch["sampled_at"] == step  # DAPO:
         if args.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         elif needed_log_probs or old_rows:  # DAPO: leftovers were sampled by older weights
             batch.batch.update(actor.batched_log_probs(batch, needed_log_probs))
-            of_samplers = batch.batch["rollout_log_probs"].where(~is_fresh[:, None], batch.batch["old_log_probs"])
+            is_fresh = batch.batch["is_fresh"][:, None]
+            of_samplers = batch.batch["old_log_probs"].where(is_fresh, batch.batch["rollout_log_probs"])
             batch.batch["old_log_probs"] = of_samplers
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)

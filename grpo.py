@@ -223,7 +223,8 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
             add_metrics(metrics, token_means(token_metrics, mask))
             add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
-                add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], mask, *outside_top_p))
+                fresh = mask * t["is_fresh"][:, None]
+                add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], fresh, *outside_top_p))
         add_metrics(metrics, actor.step())
     return metrics
 

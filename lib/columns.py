@@ -57,8 +57,9 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("routed_experts", "B", "Tensor", "int16 (tokens, layers, k), -1: not known", "forward passes"),
         Column("finish_reason", "B", "str", "stop, length, abort, error, ...", "metrics", saved=": str"),
     ),
-    "lib/rollout/stream.py: add_limit": (
+    "lib/rollout/stream.py: add_origin": (
         Column("max_response_length", "B", "int", "tokens that the response might have", "scorers"),
+        Column("policy_version", "B", "int64", "steps that had trained the weights that sampled it", "check_rows"),
     ),
     "lib/rollout/engine.py: add_weight_versions": (
         Column("weight_versions", "B, T", "int64", "weights that sampled it, or -1", "metrics", "", ": int32", -1),
@@ -80,6 +81,9 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("reward_components", "B, K", "float32", "the rewards of --reward-keys", "gdpo", "always"),
         Column("reward_extra_info", "B", "dict", "what else the scorer returned", "samples", saved="rewards"),
     ),
+    "lib/model/trained.py: check_rows": (
+        Column("is_fresh", "B", "bool", "sampled by the weights of this step", "checks, mismatch metrics"),
+    ),
     "lib/model/trained.py: batched_log_probs": (
         Column("old_log_probs", "B, T", "float32", "log-probs before the update", "losses", "if read", ": float"),
         Column("entropys", "B, T", "float32", "entropy before the update", "token masks", "if read"),
@@ -96,9 +100,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     ),
     "dapo.py: sample_groups": (
         Column("truncated", "B", "bool", "cut off by the limit", "overlong filtering", "always"),
-        Column("sampled_at", "B", "int64", "step that sampled the row", "main, metrics"),
     ),
-    "dapo.py: main": (Column("is_fresh", "B", "bool", "sampled in this step", "metrics"),),
     "grpo.py: add_advantages": (
         Column("group", "B", "int64", "number of the uid, over all ranks", "advantages"),
         Column("rollout_is_weights", "B, T", "float32", "weights of the rollout correction", "update, advantages"),

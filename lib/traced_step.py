@@ -283,7 +283,7 @@ class _Step:
             "position_ids": torch.arange(P + T).expand(rows, P + T).contiguous(),
             "response_mask": sampled.clone(),
         }
-        tensors |= {"rollout_log_probs": torch.zeros(rows, T)}
+        tensors |= {"rollout_log_probs": torch.zeros(rows, T), "policy_version": torch.zeros(rows, dtype=torch.long)}
         if args.rollout.async_level:
             tensors["weight_versions"] = torch.zeros(rows, T, dtype=torch.long)
         objects: dict[str, list] = {"uid": [f"0-{n}" for n in number.tolist()], "finish_reason": ["stop"] * rows}
@@ -326,8 +326,8 @@ class _Rollouts(Rollouts):
     def sync(self, *_: Any) -> dict[str, Any]:
         return {}
 
-    def next(self) -> DataProto:
-        return self.step.batch(self.sizes.group_size)
+    def next(self, group_size: int | None = None) -> DataProto:
+        return self.step.batch(group_size or self.sizes.group_size)
 
     def next_greedy(self, *_: Any) -> DataProto:
         return self.step.batch(1)

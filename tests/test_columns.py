@@ -38,7 +38,7 @@ CASES = {  # flags that add columns, and some of these
     ),
     "ppo": ("--loss kl_cov", "values ref_log_prob cov_pick"),
     "remax": ("--kl-coef 0.01", "reward_baselines ref_log_prob"),
-    "dapo": ("--overlong-filtering", "truncated is_fresh sampled_at"),
+    "dapo": ("--overlong-filtering", "truncated is_fresh policy_version"),
     "grpo with tools": (
         " ".join([*TOOLS, "--prompt-sampling skip --adv-estimator gigpo"]),
         "turn_rewards anchor_states turn_numbers num_turns data_row",

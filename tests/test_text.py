@@ -120,13 +120,26 @@ def test_the_program_is_the_last_block(blocks, crlf):
     assert code.extract_program(text.replace("\n", "\r\n") if crlf and blocks else text).replace("\r", "") == expected
 
 
+def behind(text: str, start: int) -> int:
+    """Where a call that began before `start` ends; what stands within it is text of it."""
+    ends = (found.end() for found in re.finditer("</function>", text) if found.start() >= start)
+    level = {at: text.count("</function>", start, at) - text.count("<function=", start, at) for at in ends}
+    return next((at for at in level if level[at] == 1), len(text))
+
+
 @settings(max_examples=500)
 @given(st.lists(st.sampled_from(CALLS), max_size=16).map("".join))
 def test_the_parameters_are_those_of_the_expression(text):
     expected, end = [], 0
     while opened := re.compile(r"<function=([^<>\n]+)>\s*").search(text, end):
-        arguments, end = {}, opened.end()
+        names, arguments, end = [], {}, opened.end()
         while parameter := PARAMETER.match(text, end):
             arguments[parameter[1]], end = parameter[2], parameter.end()
-        expected.append(arguments if text.startswith("</function>", end) else None)
+            names.append(parameter[1])
+            if parameter[2].count("<function=") > parameter[2].count("</function>"):
+                names.append(None)
+                end = behind(text, end + len("</function>")) - len("</function>")
+        whole = text.startswith("</function>", end)
+        expected.append(arguments if whole and len(names) == len(arguments) else None)
+        end = end if whole else behind(text, end)
     assert [call.arguments for call in parse_qwen3_coder({}, text)] == expected

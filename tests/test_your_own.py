@@ -129,6 +129,28 @@ def test_six_edits_run_together(scripts, tmp_path):
     assert any("momentum_buffer" in name for name in str(state).split("'"))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_copy_that_trains_rows_of_older_weights_again(tmp_path, ranks):
+    """Half of each step are the rows of the step before. On two ranks they are of other widths than the other rank's.
+    What compares engine and trainer looks at the new ones only, and accuses nobody."""
+    text = (ROOT / "grpo.py").read_text()
+    for line, more in {
+        "    for step in run.steps():\n": "    old = DataProto()\n    for step in run.steps():\n",
+        "        batch = rollouts.next()\n": "        new = rollouts.next(group_size=2)\n"
+        "        batch, old = concat_rows([old, new]), new.select()\n",
+        "from lib.model import Policy": "from lib.rollout import concat_rows\nfrom lib.model import Policy",
+    }.items():
+        assert text.count(line) == 1
+        text = text.replace(line, more)
+    (tmp_path / "replay.py").write_text(text)
+    flags = [*SMALL, "--lr", "3e-3", "--total-steps", "3", "--run-name", "run"]
+    ran(fork(str(tmp_path / "replay"), tmp_path, *flags, ranks=ranks))
+    logged = metrics(tmp_path / "run")
+    assert [row["training/rows_in"] for row in logged] == [16, 32, 32]
+    for row in logged:
+        assert row["rollout/logp_diff_max"] < 1e-4 and not [name for name in row if name.startswith("faults/")]
+
+
 def test_an_edited_advantage_and_an_edited_loss(scripts):
     """Against loops in float64."""
     module, generator = imported(scripts["advantage"]), torch.Generator().manual_seed(0)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from lib.agent.multi_turn import MultiTurn, assistant_message, glue, without_calls
 from lib.agent.token_tree import Answer, TokenTree
 from lib.agent.tools import ToolCall
+from lib.data.special_tokens import start_of_text
 from lib.rollout import Generated
 
 
@@ -123,9 +124,8 @@ class Conversations:
         if any(text.startswith(said.context.text) and text != said.context.text for said in self.answers):
             self.metrics["lost_prefixes"] += 1
             self.metrics["tokens_reencoded"] += len(ids)
-        bos = [self.settings.tokenizer.bos_token_id]
-        writes_bos = self.settings.tokenizer("")["input_ids"][:1] == bos != ids[:1]
-        return None, bos + ids if writes_bos else ids
+        start = start_of_text(self.settings.tokenizer)
+        return None, ids if ids[: len(start)] == start else start + ids
 
     def _shown(self, said: Said, text: str) -> tuple[int, int]:
         """If the text begins with an answer and its context: the number of characters up to there, and how many of the

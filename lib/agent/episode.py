@@ -197,7 +197,7 @@ class Episode:
             images += result.images
             request.reward(result.reward)
             request.metrics.update({"tool_calls": 1, "tool_seconds": time.monotonic() - start})  # adds, as a Counter
-            request.metrics.update({f"tool/{key}": value for key, value in result.metrics.items()})
+            request.metrics.update({f"tool/{call.name}/{key}": value for key, value in result.metrics.items()})
             if result.error_kind is not None:
                 request.add_error(call.name or "a call", result.error_kind, result.text.removeprefix("Error: "))
         return answers, images
@@ -226,7 +226,7 @@ class Episode:
         over, text, reward, metrics = await self._interact("respond", copy.deepcopy(messages))
         self.request.reward(reward)
         check_metrics(metrics, "the interaction")
-        self.request.metrics |= {f"interaction/{key}": value for key, value in metrics.items()}
+        dict.update(self.request.metrics, {f"interaction/{key}": value for key, value in metrics.items()})
         return over, [{"role": "user", "content": self.settings.answer(self.settings.escaped(text))}]
 
     async def _final_reward(self) -> float:

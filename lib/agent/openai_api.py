@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lib.data.row_form import arguments_of
 from lib.rollout import Generated, Sampling
 
 MODEL = "policy"
@@ -228,14 +229,12 @@ def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str
 
 def call_of(call: Any, where: str) -> dict:
     function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, str):
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where}: give an id and a function with a name, and its arguments as a JSON text", where)
     try:
-        arguments = json.loads(arguments)
-    except (ValueError, RecursionError):
-        raise BadRequest(f"{where}: the arguments are not JSON", where) from None
-    function = {"name": function["name"], "arguments": arguments}
+        function = {"name": function["name"], "arguments": arguments_of(function.get("arguments"))}
+    except ValueError as error:
+        raise BadRequest(f"{where}: {error}", where) from None
     return {"id": str(call.get("id", "")), "type": "function", "function": function}
 
 

@@ -29,9 +29,10 @@ def get_tool_parser(name: str, tokenizer, tools: dict[str, BaseTool] | None = No
         if not name and getattr(tokenizer, "response_template", None):
             return functools.partial(_guarded, _response_template_parser(tokenizer, schemas))
     if name in own:
-        return lambda text: own[name](_spoken(text))
+        return functools.partial(_spoken, own[name])
     if name.startswith("vllm:"):
-        return functools.partial(_guarded, _vllm_parser(name.removeprefix("vllm:"), tokenizer, schemas))
+        parse = functools.partial(_guarded, _vllm_parser(name.removeprefix("vllm:"), tokenizer, schemas))
+        return functools.partial(_spoken, parse)
     problem = f"there is no parser {name!r}" if name else "the chat template shows no format that is known here"
     raise InputError(f"--multi-turn.parser: {problem}; use {', '.join(own)} or vllm:NAME, one of vLLM's")
 
@@ -65,9 +66,19 @@ def call_beginning(name: str, tokenizer, tools: tuple[str, ...]) -> str:
     return f"{before}={tools[0]}{behind}" if name == "qwen3_coder" else before + json.dumps(tools[0])[1:-1] + behind
 
 
-def _spoken(text: str) -> str:
+QUOTED = "</think\ue000>"  # a </think> of the text, to tell it from one that JSON spells otherwise
+
+
+def _spoken(parse: Callable[[str], list[ToolCall]], text: str) -> list[ToolCall]:
+    """The calls of the text but those in its thoughts, whose <think> may be the template's. A </think> in an argument
+    ends no thoughts."""
     _, closed, answer = text.partition("</think>")
-    return answer if closed else "" if text.lstrip().startswith("<think>") else text
+    if closed and not text.lstrip().startswith("<think>"):
+        calls = parse(text.replace("</think>", QUOTED))
+        quoted = sum((call.name + json.dumps(call.arguments, ensure_ascii=False)).count(QUOTED) for call in calls)
+        if quoted == text.count("</think>"):
+            return parse(text)
+    return parse(answer if closed or text.lstrip().startswith("<think>") else text)
 
 
 def _to_call(value) -> ToolCall:
@@ -86,10 +97,16 @@ def _plain(value):
     return value
 
 
+def _without_twins(pairs: list[tuple[str, object]]) -> dict:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
 def _read_call(text: str, start: int = 0) -> tuple[ToolCall, int]:
     """(the call in the JSON at `start`, where the JSON ends). With malformed JSON that is `start`."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
+        value, end = json.JSONDecoder(object_pairs_hook=_without_twins).raw_decode(text, start)
         return _to_call(_plain(value)), end
     except json.JSONDecodeError as error:
         return ToolCall("", error=f"invalid JSON: {error.msg} at character {error.pos - start}"), start
@@ -97,11 +114,28 @@ def _read_call(text: str, start: int = 0) -> tuple[ToolCall, int]:
         return ToolCall("", error=f"invalid JSON: {error}"), start
 
 
+def _read_whole(text: str) -> ToolCall:
+    call, end = _read_call(text)
+    return call if end in (0, len(text)) else ToolCall(call.name, error="invalid JSON: text after the arguments")
+
+
 MAX_CALLS = 100  # per text: each JSON error counts the lines from the start, which would be quadratic
 LONGEST_LITERAL = 10_000  # characters
 OPEN_CALL, CLOSE_CALL = re.compile(r"<tool_call>\s*"), re.compile(r"\s*</tool_call>")
 SPECIAL = re.compile(r"\s*(?:<\|\w+\|>\s*)*")  # <|im_end|>, <|eot_id|>
-FIRST_CALL, NEXT_CALL = re.compile(r'\{\s*"(?:name|type)"\s*:'), re.compile(r"\s*;\s*(?=\{)")  # Llama's
+FIRST_CALL = re.compile(r'\{\s*"(?:name|type)"\s*:')  # Llama's
+NEXT_CALL = re.compile(rf"\s*;\s*(?=\{{)|(?:[\s,]|<\|python_tag\|>)*(?={FIRST_CALL.pattern})")
+MARKS = re.compile(r"<(/?)tool_call>"), re.compile(r"<(/?)function[=>]")
+
+
+def _after(text: str, start: int, marks: re.Pattern) -> int:
+    """Where a call that began before `start` ends. One that cannot be read may hold others: these are text of it."""
+    depth = 1
+    for mark in marks.finditer(text, start):
+        depth += -1 if mark[1] else 1
+        if not depth:
+            return mark.end()
+    return len(text)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
@@ -112,20 +146,24 @@ def parse_hermes(text: str) -> list[ToolCall]:
         call, end = _read_call(text, opened.end())
         if end > opened.end() and not CLOSE_CALL.match(text, end) and not SPECIAL.fullmatch(text, end):
             call = ToolCall(call.name, error="no </tool_call> after the JSON object")
+        if call.error:
+            end = _after(text, end, MARKS[0])
         calls.append(call)
     return calls
 
 
 def parse_llama3_json(text: str) -> list[ToolCall]:
-    """{"name": ..., "parameters": {...}}; {...}, as Llama 3.1 writes them, after <|python_tag|> or from the start."""
+    """{"name": ..., "parameters": {...}}; {...}, as Llama 3.1 writes them, after <|python_tag|> or from the start; also
+    on lines. After one that cannot be read there is no other."""
     start = SPECIAL.match(text).end()
     tagged = "<|python_tag|>" in text[:start]
     if not tagged and not FIRST_CALL.match(text, start):
         return []
     call, end = _read_call(text, start)
     calls = [call]
-    while following := NEXT_CALL.match(text, end):
-        call, end = _read_call(text, following.end())
+    while end > start and (following := NEXT_CALL.match(text, end)):
+        start = following.end()
+        call, end = _read_call(text, start)
         calls.append(call)
     return calls
 
@@ -140,14 +178,21 @@ def parse_qwen3_coder(tools: dict[str, BaseTool], text: str) -> list[ToolCall]:
     tags = [found.end(1) for found in ends]  # one search: a search from each parameter would be quadratic
     calls, end = [], 0
     while opened := FUNCTION.search(text, end):
-        name, arguments, end = opened[1].strip(), {}, opened.end()
+        name, arguments, end, error = opened[1].strip(), {}, opened.end(), None
         schema = tools[name].get_openai_tool_schema()["function"] if name in tools else {}
         properties = (schema.get("parameters") or {}).get("properties", {})
         while (parameter := PARAMETER.match(text, end)) and (i := bisect_left(tags, parameter.end())) < len(tags):
             key, start, end = parameter[1].strip(), parameter.end(), ends[i].end()
-            arguments[key] = _from_text(text[start : ends[i].start()], properties.get(key, {}))
-        closed = text.startswith("</function>", end)
-        error = None if closed else "a <parameter=...> without </parameter>, or a <function=...> without </function>"
+            value = text[start : ends[i].start()]
+            if key in arguments:
+                error = "a parameter stands twice in one call"
+            arguments[key] = _from_text(value, properties.get(key, {}))
+            if value.count("<function=") > value.count("</function>"):  # then the next one is not this call's
+                error = "a call stands in an argument"
+                end = _after(text, end + len("</function>"), MARKS[1]) - len("</function>")
+        if not text.startswith("</function>", end):
+            error = "a <parameter=...> without </parameter>, or a <function=...> without </function>"
+            end = _after(text, end, MARKS[1])
         calls.append(ToolCall(name, None if error else arguments, error))
     return calls
 
@@ -200,6 +245,6 @@ def _vllm_parser(name: str, tokenizer, schemas: list[dict]) -> Callable[[str], l
     def parse(text: str) -> list[ToolCall]:
         parser = cls(tokenizer, request.tools)  # a new one, since it keeps a state
         calls = [call.function for call in parser.extract_tool_calls(text, request).tool_calls]
-        return [_read_call(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}')[0] for call in calls]
+        return [_read_whole(f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}') for call in calls]
 
     return parse

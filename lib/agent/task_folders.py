@@ -8,6 +8,7 @@
 
 The last two are optional."""
 
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,6 +22,7 @@ from lib.sandbox import Shell
 WORKDIR = "/app"
 PLAIN_IMAGES = ("debian", "python", "ubuntu")  # without Docker, this machine's bash and Python are in their place
 SPECIAL = set("*?[$\\\"'")  # what a Dockerfile expands or quotes
+LARGEST_MEMORY_MB, LARGEST_STORAGE_MB = 4096, 256  # of a local sandbox: a process's address space, all files
 ELSEWHERE = "give a provider that has Docker (docs/tasks.md)"
 SIZE, NONE = {"type": "integer", "minimum": 1, "maximum": 2**30}, {"maxProperties": 0}
 VERIFIER = {
@@ -61,17 +63,40 @@ class Task:
         return tuple(dict.fromkeys("".join(PurePosixPath(path).parts[1:2]) for path in paths))
 
 
-def read_tasks(folder: Path, local: bool = True) -> dict[str, Task]:
-    """The tasks in the folder's folders, by name. Raises InputError."""
+def task_names(folder: Path) -> list[str]:
+    """The names of the folder's folders. Raises InputError."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
     names = [name for name in names if name[0] not in "._"]
     if not names:
         raise InputError(f"{folder}: no folder that holds folders of tasks")
-    return {name: read_task(folder / name, local) for name in names}
+    if odd := [name for name in names if not name.isprintable()]:
+        raise InputError(f"{folder}: rename the folder {odd[0]!r}: a task's name is a printable line")
+    return names
+
+
+def read_tasks(folder: Path, local: bool = True) -> dict[str, Task]:
+    """The tasks in the folder's folders, by name. Raises InputError."""
+    return {name: read_task(folder / name, local) for name in task_names(folder)}
+
+
+def check_files(folder: Path) -> int:
+    """The size of all files in the folder, in bytes. Raises InputError for a link that leads out of it, and for what is
+    neither file nor folder: a task comes from elsewhere, and must not read what is yours."""
+    root, size = Path(os.path.realpath(folder.parent), folder.name), 0
+    for path in (folder, *folder.rglob("*")):
+        if path.is_symlink():
+            if not Path(os.path.realpath(path)).is_relative_to(root):
+                target = str(path.readlink())
+                raise InputError(f"{folder}: {path.name!r} links to {target!r}, outside the task: copy what it needs")
+        elif not (path.is_file() or path.is_dir()):
+            raise InputError(f"{folder}: {path.name!r} is neither a file nor a folder: remove it")
+        size += path.lstat().st_size
+    return size
 
 
 def read_task(folder: Path, local: bool = True) -> Task:
     """local: whether it must run without Docker. Raises InputError, with the file and what to do."""
+    size = check_files(folder)
     if not (folder / "instruction.md").exists() and (folder / "task.yaml").exists():
         what = "a task in terminal-bench's old form: convert it with harbor tasks migrate -i TASKS -o NEW_TASKS"
         raise InputError(f"{folder}/task.yaml: {what}")
@@ -79,6 +104,9 @@ def read_task(folder: Path, local: bool = True) -> Task:
         if not (folder / name).is_file():
             raise InputError(f"{folder}/{name}: no such file, and a task needs it (docs/tasks.md)")
     settings, environment = _settings(folder / "task.toml"), folder / "environment"
+    if local and size > (limit := min(settings["storage_mb"], LARGEST_STORAGE_MB)) * 2**20:
+        what = f"its files take {size / 2**20:.1f} MiB, and its sandbox has {limit} (storage_mb in task.toml)"
+        raise InputError(f"{folder}: {what}: raise it up to {LARGEST_STORAGE_MB}, or {ELSEWHERE}")
     image, compose, dockerfile = settings.pop("image"), environment / "docker-compose.yaml", environment / "Dockerfile"
     files: list[tuple[Path, str]] = []
     workdir = WORKDIR

@@ -14,14 +14,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from lib import InputError
-from lib.agent.task_folders import ELSEWHERE, Task, contents, read_task, read_tasks
+from lib.agent.task_folders import (
+    ELSEWHERE,
+    LARGEST_MEMORY_MB,
+    LARGEST_STORAGE_MB,
+    Task,
+    contents,
+    read_task,
+    read_tasks,
+    task_names,
+)
 from lib.agent.tools import BaseTool, _call, in_thread
 from lib.cli.user_code import load_object
 from lib.sandbox import LARGEST_SCORE, Shell
 
 SETUP_S = 30.0  # seconds that a command of the set-up may take
 PIECE = 90_000  # characters of an upload in one command, of which the kernel takes 128 KiB
-LARGEST_MEMORY_MB, LARGEST_STORAGE_MB = 4096, 256  # of a local sandbox: a process's address space, all files
 # Puts empty folders in the place of what the policy may have left for the check.
 PREPARE = """
 for folder in /tests /logs; do
@@ -145,7 +153,7 @@ async def open_task(
     folder: str | Path, name: str, provider: Callable[[Task], Any] | None = None
 ) -> AsyncIterator[OpenTask]:
     """The task `name` of the folder, for a program of --agent. Raises InputError, and what OpenTask.start raises."""
-    if Path(name).name != name:  # a row is data: it names no other folder
+    if name not in task_names(Path(folder)):  # a row is data: it names no other folder
         raise InputError(f"{folder}: {name!r} is not the name of a task in it")
     opened = await OpenTask.start(read_task(Path(folder) / name, provider is None), provider or LocalSandbox)
     try:

@@ -135,6 +135,8 @@ def _check_groups(args: ScriptArgs) -> None:
         return
     if not args.reward_keys:
         raise InputError("--adv-estimator gdpo weighs --reward-keys: name them")
+    if twice := [key for key in args.reward_keys if args.reward_keys.count(key) > 1]:
+        raise InputError(f"--reward-keys names {twice[0]} twice: weigh it by --adv-kwargs.reward-weights")
     ignored = {
         "--kl-placement loss": args.kl_coef > 0 and args.kl_placement == "reward",
         "--overlong-buffer 0": args.overlong_buffer > 0,

@@ -1,7 +1,15 @@
 """Prompts: rows -> tokens -> each rank's share of a step. Batches: balanced over ranks, split into micro-batches."""
 # ruff: noqa: F401
 
-from lib.data.balance import attention_width, balance_groups, count_patches, exchange_groups, gather_columns
+from lib.data.balance import (
+    attention_width,
+    balance_groups,
+    count_patches,
+    equal_widths,
+    exchange_groups,
+    gather_columns,
+    pad_rows,
+)
 from lib.data.chat_template import check_template_kwargs, set_chat_template
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class
 from lib.data.loader import ROW, collate_fn, make_loader

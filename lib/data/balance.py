@@ -5,11 +5,12 @@ import heapq
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from lib.columns import COLUMNS
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, all_to_all_objects
+from lib.distributed import all_gather_lists, all_reduce_max, all_to_all_objects
 
 
 def balance_groups(
@@ -43,11 +44,29 @@ def balance_groups(
     return plan, {"perf/imbalance_sampled": as_sampled / mean, "perf/imbalance": by_plan / mean}
 
 
+def pad_rows(batch: DataProto, P: int, T: int) -> DataProto:
+    """Pads the columns of lib/columns.py, in place, to prompts of P tokens and responses of T; smaller cuts off."""
+    left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["responses"].shape[1]
+    pads = {"P": (left, 0), "L": (left, right), "T": (0, right)}
+    for name in COLUMNS.keys() & batch.batch.keys() if left or right else ():
+        if COLUMNS[name].width in pads:
+            batch.batch[name] = F.pad(batch.batch[name], pads[COLUMNS[name].width], value=COLUMNS[name].fill)
+    return batch
+
+
+def equal_widths(batch: DataProto) -> DataProto:
+    """The batch, padded in place to the widest prompts and responses of all ranks, which may have joined batches of
+    their own widths. A collective."""
+    tensors = batch.batch["prompts"], batch.batch["responses"]
+    return pad_rows(batch, *(all_reduce_max(x.shape[1], x.device) for x in tensors))
+
+
 def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
     """The groups that the plan of `balance_groups` gives this rank, in the plan's order. A collective. Tensors and
-    objects move; each rank keeps its meta_info. A batch may have any number of rows per group."""
+    objects move; each rank keeps its meta_info. A batch may have any number of rows per group, and any widths."""
     if len(plan) == 1:
         return batch
+    batch = equal_widths(batch)
     rank, groups = dist.get_rank(), len(plan[0])
     rows = np.arange(len(batch)).reshape(groups, -1)  # (groups of a rank, rows of a group)
     columns = batch.select(meta_info_keys=())
@@ -123,7 +142,8 @@ def longest_first(costs: list[float], parts: int) -> list[list[int]]:
 
 def gather_columns(batch: DataProto, *names: str) -> dict[str, torch.Tensor]:
     """The named columns, those that lib/columns.py always gathers, and `group` (B,) int64, of the rows of all ranks.
-    Rows with the same uid have the same number in `group`. A collective."""
+    Rows with the same uid have the same number in `group`. The batch gets the widths of all ranks. A collective."""
+    equal_widths(batch)
     always = [name for name, column in COLUMNS.items() if column.gathered == "always" and name in batch.batch]
     whole = batch.select([*dict.fromkeys([*always, *names])], ["uid"]).all_gather()
     _, group = np.unique(whole.non_tensor_batch["uid"].astype(str), return_inverse=True)

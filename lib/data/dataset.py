@@ -19,9 +19,9 @@ from torch.utils.data import Dataset
 from lib import InputError
 from lib.cli.user_code import load_object
 from lib.data.chat_template import left_out, question_of
-from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, only_text
+from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, arguments_of, only_text, without_nulls
 from lib.data.rows import DEEPEST, _plain, _shown, read_rows
-from lib.data.special_tokens import SpecialTokenEscaper
+from lib.data.special_tokens import SpecialTokenEscaper, start_of_text
 from lib.data.vision import Encoded, Vision, media_hash
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class RLHFDataset(Dataset):
         if self.pad_token_id is None:
             raise InputError(f"tokenizer {tokenizer.name_or_path}: neither a pad nor an eos token; set pad_token")
         self.tokenizer, self.vision = tokenizer, vision
+        self.start = start_of_text(tokenizer)
         self.row_form = RowForm(prompt_key, answer_key, prompt_template, system_prompt)
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.chat_template_kwargs = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
@@ -179,8 +180,9 @@ class RLHFDataset(Dataset):
 
     def _row(self, row: int) -> dict:
         source, i = self._locate(row)
+        rows = self.sources[source][1]
         try:
-            return self.row_form.in_verls_form(_plain(self.sources[source][1][i]), self._data_sources[source])
+            return self.row_form.in_verls_form(_plain(rows[i], isinstance(rows, list)), self._data_sources[source])
         except RecursionError as error:
             raise self._error(row, f"nested deeper than {DEEPEST} lists and dicts") from error
         except InputError as error:
@@ -189,7 +191,7 @@ class RLHFDataset(Dataset):
     def _messages(self, row: int, value) -> list[dict]:
         if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
             value = [dict(zip(value, fields)) for fields in zip(*value.values())]  # as old `datasets` saved lists
-        messages = value if isinstance(value, list) else []
+        messages = without_nulls(value) if isinstance(value, list) else []
         if not (messages and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)):
             form = 'write text, or [{"role": "user", "content": ...}]'
             key = self.row_form.prompt_key
@@ -200,6 +202,13 @@ class RLHFDataset(Dataset):
             if not (isinstance(content, str) or parts or (content is None and called)):
                 form = "it must be text, or a list of parts such as {'type': 'text', 'text': ...}"
                 raise self._error(row, f"the content of message {number} is {_shown(content)}; {form}")
+            for call in called if isinstance(called, list) else ():
+                function = call.get("function", call) if isinstance(call, dict) else None
+                if isinstance(function, dict) and "name" in function:
+                    try:
+                        function["arguments"] = arguments_of(function.get("arguments"))
+                    except ValueError as error:
+                        raise self._error(row, f"a tool call of message {number}: {error}") from error
         return messages
 
     def _with_media(self, row: int, fields: dict) -> tuple[list[dict], list, list]:
@@ -218,7 +227,7 @@ class RLHFDataset(Dataset):
         return self.vision.messages(messages, {"image": images, "video": videos}, self._where(row)), images, videos
 
     def _prompt(self, row: int, messages: list[dict], images: list, videos: list) -> Prompt:
-        """The chat template writes the special tokens. Without one, the tokenizer adds its own to the prompt's text."""
+        """The chat template writes the special tokens. Without one, the prompt begins with those of `start_of_text`."""
         plain = self.escape_special_tokens(messages) if self.escape_special_tokens else messages
         templated = bool(self.tokenizer.chat_template)
         text = self._templated(row, plain) if templated else self._only_text(row, plain)
@@ -227,7 +236,8 @@ class RLHFDataset(Dataset):
         except UnicodeEncodeError as error:
             raise self._error(row, f"the prompt has {text[error.start]!r}, half of a character") from error
         if self.vision is None:
-            ids = self.tokenizer(text, add_special_tokens=not templated)["input_ids"]
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = ids if templated or self.start == ids[: len(self.start)] else self.start + ids
             if not ids:
                 raise self._error(row, "the prompt is empty, and the tokenizer puts no token before a text")
             return Prompt(plain, text, plain != messages, Encoded(ids, ids, {}), {})
@@ -275,7 +285,7 @@ class RLHFDataset(Dataset):
         source = fields.get("data_source")
         if not isinstance(source, str):
             raise self._error(row, f"'data_source' is {_shown(source)}; it must be text")
-        has_truth = "ground_truth" in fields.get("reward_model", {})
+        has_truth = fields.get("reward_model", {}).get("ground_truth") is not None
         messages, images, videos = self._with_media(row, fields)
         n_media = max(len(images), len(videos))
         if self.vision and n_media > self.vision.max_images:
@@ -336,9 +346,9 @@ class RLHFDataset(Dataset):
             "data_source": fields.get("data_source"),
             "reward_model": {"ground_truth": None, **fields.get("reward_model", {})},
             "extra_info": extra_info,
-            "index": extra_info.get("index", row),
-            "tools_kwargs": extra_info.get("tools_kwargs", {}),
-            "interaction_kwargs": extra_info.get("interaction_kwargs", {}),
+            "index": row if extra_info.get("index") is None else extra_info["index"],
+            "tools_kwargs": extra_info.get("tools_kwargs") or {},
+            "interaction_kwargs": extra_info.get("interaction_kwargs") or {},
         }
         if self.vision:
             item |= {"multi_modal_data": prompt.media, "multi_modal_inputs": inputs}

@@ -1,6 +1,8 @@
 """Rows in other forms than verl's: text prompts, TRL's columns, a data set of questions and answers."""
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
@@ -46,13 +48,13 @@ class RowForm:
         `source`; without extra_info, all other columns are there, for scorers. Raises InputError, without the row's
         number, for an answer or a column of the template that is not there."""
         prompt = self._filled(row) if self.prompt_template else row.get(self.prompt_key)
-        given = {name: row[name] for name in OF_VERL if name in row}
+        given = {name: row[name] for name in OF_VERL if row.get(name) is not None}
         if self.answer_key:
             if row.get(self.answer_key) is None:
                 raise InputError(f"no answer in column {self.answer_key!r}")
             given["reward_model"] = {"ground_truth": row[self.answer_key]}
         more = {name: value for name, value in row.items() if name not in (self.prompt_key, *OF_VERL, *MEDIA_COLUMNS)}
-        media = {name: row[name] for name in MEDIA_COLUMNS if name in row}
+        media = {name: row[name] for name in MEDIA_COLUMNS if row.get(name) is not None}
         defaults = {"data_source": source or None, "reward_model": {}, "extra_info": more}
         return defaults | given | media | {"prompt": self.prompt(prompt)}
 
@@ -75,6 +77,26 @@ class RowForm:
         first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
         has_one = first.get("role") in ("system", "developer")
         return messages if has_one else [{"role": "system", "content": self.system_prompt}, *messages]
+
+
+def without_nulls(value: Any) -> Any:
+    """Messages without null fields, which templates take for given. A call's arguments stay as they are."""
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if item is not None}
+        return {key: item if key == "arguments" else without_nulls(item) for key, item in kept.items()}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def arguments_of(value: Any) -> dict:
+    """A tool call's arguments, which in OpenAI's form are JSON text; none, "" and null are {}. Raises ValueError."""
+    found = value
+    with suppress(ValueError, RecursionError):
+        found = json.loads(value) if isinstance(value, str) and value else value
+    if found is None or found == "":
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError(f"its arguments must be an object or the JSON text of one, not {str(value)[:60]!r}")
+    return found
 
 
 def only_text(messages: Any) -> str | None:

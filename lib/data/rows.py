@@ -4,8 +4,8 @@ A row is {"prompt": [{"role": ..., "content": ...}, ...], "data_source": ..., "r
 "extra_info": {"index": ..., "tools_kwargs": ..., "interaction_kwargs": ...}} (extra_info and its keys may be absent).
 
 In a struct column Arrow gives every row all the fields that any row has, with None for those that it lacked. So a null
-field means an absent one, and is removed. Columns of several files are not merged: ground_truth may be a string in one
-file and a number in the next."""
+field of parquet means an absent one, and is removed; JSON's stay. Columns of several files are not merged: ground_truth
+may be a string in one file and a number in the next."""
 
 import json
 from collections.abc import Sequence
@@ -123,16 +123,16 @@ def _quiet_datasets():
             datasets.enable_progress_bars()
 
 
-def _plain(value, depth: int = 0):
-    """The value with numpy's arrays and scalars as Python's, and without fields that are None (see the module). Raises
-    RecursionError if it is nested deeper than DEEPEST, so that other code, such as a template, can recurse too."""
+def _plain(value, nulls: bool, depth: int = 0):
+    """The value with numpy's arrays and scalars as Python's. nulls: whether fields that are None stay (see the module).
+    Raises RecursionError if it is nested deeper than DEEPEST, so that other code, such as templates, can recurse."""
     if depth > DEEPEST:
         raise RecursionError
     if isinstance(value, dict):
-        return {key: _plain(item, depth + 1) for key, item in value.items() if item is not None}
+        return {key: _plain(item, nulls, depth + 1) for key, item in value.items() if nulls or item is not None}
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
-    return [_plain(item, depth + 1) for item in value] if isinstance(value, list | tuple) else value
+    return [_plain(item, nulls, depth + 1) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value) -> str:

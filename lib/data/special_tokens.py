@@ -70,3 +70,10 @@ class SpecialTokenEscaper:
         while isinstance(value, str) and self.pattern.search(value):  # again: tokens may overlap
             value = self.pattern.sub(lambda found: self.broken[found[0]], value)
         return value
+
+
+def start_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that the tokenizer puts before a text, such as BOS; without what it appends, such as EOS."""
+    plain, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    ends = range(len(whole) - len(plain), -1, -1)
+    return next(whole[:n] for n in ends if whole[n : n + len(plain)] == plain)

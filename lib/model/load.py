@@ -388,12 +388,12 @@ def add_lora(
     even if W is bfloat16. A critic's value head is trained as a whole, without adapters.
 
     target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a regular
-    expression that matches the whole names of linear layers. Raises InputError: no layer matches, or a layer that is
-    not linear does (peft also adapts a mixture's experts)."""
+    expression that matches the whole names of linear layers. Raises InputError: no layer matches, or the head does, or
+    a layer that is not linear (peft also adapts a mixture's experts)."""
     from peft import LoraConfig  # its import takes seconds
     from peft.tuners.lora import LoraLayer
 
-    head = None if hasattr(model, "token_log_probs") else value_head(model)
+    head, output = None if hasattr(model, "token_log_probs") else value_head(model), model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if module is head]
     model.requires_grad_(False)
     targets: str | list[str] = target_modules
@@ -410,11 +410,14 @@ def add_lora(
         torch.manual_seed(seed)
         for name, layer in model.named_modules():
             if isinstance(layer, LoraLayer):
-                if not isinstance(layer.get_base_layer(), torch.nn.Linear):
-                    fix = "name some that are, such as '.*[qkvo]_proj'"
+                adapted, fix = layer.get_base_layer(), "name other layers, such as '.*[qkvo]_proj'"
+                if adapted is output:  # LinearLogProbs reads its weight alone
+                    what = "the head, whose adapter would not be trained"
+                    raise InputError(f"--lora-target-modules {target_modules}: {name} is {what}; {fix}")
+                if not isinstance(adapted, torch.nn.Linear):
                     raise InputError(f"--lora-target-modules {target_modules}: {name} is not a linear layer; {fix}")
                 for adapter in (layer.lora_A, layer.lora_B):  # on the meta device peft takes torch's default dtype
-                    adapter.to(layer.get_base_layer().weight.dtype).to_empty(device="cpu")
+                    adapter.to(adapted.weight.dtype).to_empty(device="cpu")
                 layer.reset_lora_parameters("default", init_lora_weights=True)
     if head is not None:
         head.requires_grad_(True)

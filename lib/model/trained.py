@@ -165,8 +165,13 @@ class RowIsolationCheck:
 
 
 class Policy(RowIsolationCheck, TrainedModel):
+    sampled_since = 0  # version of the oldest weights that this step's samples may be of: rollouts.sync sets it
+
     def check_rows(self, batch: DataProto) -> None:
+        """Also adds is_fresh (B,): the rows whose log-probs the engine's must agree with, since no older weights than
+        this step's sampled them."""
         super().check_rows(without_routes(batch))
+        batch.batch["is_fresh"] = batch.batch["policy_version"] >= self.sampled_since
         self.checks.on_policy = True
 
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:

@@ -126,7 +126,7 @@ class UpdateChecks:
             self._add(weight=weight.where(counts, 0).sum(), wanted=wanted)
             self._add(tokens_counted=counted.sum(), rows_counted=counted.any(1).sum())
             if "weight_versions" not in t:  # else older weights may have sampled it
-                mask = mask & t.get("is_fresh", mask.any(1))[:, None]
+                mask = mask & t["is_fresh"][:, None]
                 surprise, mismatch = log_probs + entropy, (log_probs - t["rollout_log_probs"]).abs()
                 sums = (x.where(mask, 0).sum() for x in (surprise, entropy, mismatch))  # an index would wait for a GPU
                 self._add(sampled=mask.sum(), **dict(zip(("surprise", "entropy", "mismatch"), sums)))

@@ -135,12 +135,10 @@ def own_groups(whole: DataProto, group_size: int) -> np.ndarray:
     return np.arange(len(whole)).reshape(-1, group_size)[dist.get_rank() :: dist.get_world_size()]
 
 
-def staleness_metrics(weight_versions: torch.Tensor, version: int, level: int | torch.Tensor) -> dict[str, Metric]:
+def staleness_metrics(weight_versions: torch.Tensor, version: int) -> dict[str, Metric]:
     """weight_versions (B, T): of ServerEngine.collect, -1 where no token was sampled. version: that of the weights at
-    the start of the step. level: how old a token may be, or (B, 1) for each row."""
+    the start of the step."""
     sampled = weight_versions >= 0
     stale = (version - weight_versions) * sampled
-    too_old = int((stale - level).max()) if len(stale) else 0
-    assert too_old <= 0, f"a token of {int(stale.max())} weight versions ago, {too_old} more than --async-level allows"
     oldest = int(stale.max()) if len(stale) else 0
     return {"async/staleness_mean": Mean(stale.sum().item(), int(sampled.sum())), "async/staleness_max": Max(oldest)}

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.columns import COLUMNS
 from lib.core_algos import splitmix64
+from lib.data import pad_rows
 from lib.data.special_tokens import end_of_turn
 from lib.data.vision import Media
 from lib.data_proto import DataProto
@@ -230,13 +230,4 @@ def fit_columns(batches: list[DataProto]) -> list[DataProto]:
     masks = [(batch.batch["attention_mask"], batch.batch["responses"].shape[1]) for batch in batches]
     P = max(int(mask[:, :-width].sum(1).max()) for mask, width in masks)
     T = max(1, *(int(mask[:, -width:].sum(1).max()) for mask, width in masks))
-    fitted = []
-    for batch in batches:
-        left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["responses"].shape[1]
-        pads = {"P": (left, 0), "L": (left, right), "T": (0, right)}
-        batch = batch.select()
-        for name in COLUMNS.keys() & batch.batch.keys():
-            if COLUMNS[name].width in pads:
-                batch.batch[name] = F.pad(batch.batch[name], pads[COLUMNS[name].width], value=COLUMNS[name].fill)
-        fitted.append(batch)
-    return fitted
+    return [pad_rows(batch.select(), P, T) for batch in batches]

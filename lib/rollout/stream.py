@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lib import InputError
 from lib.args import Sizes
 from lib.cli.user_code import load_object
-from lib.data import ROW, balance_groups, exchange_groups
+from lib.data import ROW, balance_groups, equal_widths, exchange_groups
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World, timed
 from lib.model import Policy
@@ -122,10 +122,25 @@ def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None)
         check_vllm_kwargs(vllm_kwargs or {}, [setting.name for setting in fields(EngineArgs)])
 
 
-def add_limit(batch: DataProto, sampling: Sampling) -> DataProto:
-    """The batch, with the limit that its responses were sampled with."""
+def add_origin(batch: DataProto, sampling: Sampling, version: int, level: int) -> DataProto:
+    """The batch, with the limit and the weights that its responses were sampled with: those after `version` steps, or
+    of the oldest token, at most `level` steps before."""
     batch.non_tensor_batch["max_response_length"] = np.full(len(batch), sampling.max_response_length, dtype=object)
+    present = torch.full_like(batch.batch["response_mask"], version)
+    versions = batch.batch.get("weight_versions", present)  # (B, T), -1 where no token was sampled
+    batch.batch["policy_version"] = oldest = versions.where(versions >= 0, present).amin(1)
+    assert (oldest >= version - level).all(), f"a token is of weights more than {level} steps ago (--async-level)"
     return batch
+
+
+def group_size_of(batch: DataProto) -> int:
+    """Rows of each uid. Raises InputError unless they are adjacent, and equally many."""
+    uids = batch.non_tensor_batch["uid"]
+    size, rest = divmod(len(uids), len({*uids}))
+    if rest or (uids.reshape(-1, size) != uids.reshape(-1, size)[:, :1]).any():
+        why = "the rows of a uid must be adjacent, and as many as those of any other"
+        raise InputError(f"a batch of {len(uids)} rows with {len({*uids})} uids cannot move between ranks: {why}")
+    return size
 
 
 @dataclass(eq=False)
@@ -147,6 +162,7 @@ class Rollouts:
     max_mismatch: float  # nats of k3
     recorder: NoRecorder
     prompts: DataProto = field(default_factory=DataProto)  # of the last batch, this rank's
+    version: int = 0  # of the engine's weights: the steps that had trained them
     _prompts: Iterator | None = None
     _async: AsyncRollouts | None = None
 
@@ -158,7 +174,7 @@ class Rollouts:
             engine, sizes = cast("ServerEngine", self.engine), self.sizes
             shape: dict[str, Any] = {"groups": sizes.local_prompts, "group_size": sizes.group_size}
             shape |= {"level": self.async_level, "order": self.async_order, "last_started": self.steps.start - 1}
-            shape["begin"] = lambda number: self._batch_of(number, 0)[1:]
+            shape["begin"] = lambda number: self._batch_of(number, 0, sizes.group_size)[1:]
             self._async = AsyncRollouts(engine, self.sampler, sampling=self.sampling, **shape)
         # the prompts of such a step are known from the record alone
         any_order = self.async_order == "finished" or (self.loader is not None and self.loader.needs_scores)
@@ -167,6 +183,7 @@ class Rollouts:
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
         """Gives the engine the policy's weights after `version` steps, and checks that it has them."""
+        self.version, actor.sampled_since = version, version - self.async_level
 
         def verified() -> DataProto:
             if self.engine.lora_sync == "auto":
@@ -178,9 +195,10 @@ class Rollouts:
         return self.recorder.record("sync", verified).meta_info
 
     @timed("rollout")
-    def next(self) -> DataProto:
-        """This rank's responses of the next step, group_size for each of its `prompts`."""
-        return self._take(next(self._steps), 0, last=self.steps.stop - 1)
+    def next(self, group_size: int | None = None) -> DataProto:
+        """This rank's responses of the next step, group_size (None: the run's) for each of its `prompts`. Raises
+        InputError for another size with --async-level, which has begun the groups in earlier steps."""
+        return self._take(next(self._steps), 0, self.steps.stop - 1, group_size)
 
     @timed("rollout")
     def next_greedy(self, step: int) -> DataProto:
@@ -188,22 +206,25 @@ class Rollouts:
         return self.generate(self.prompts, self.sampling.greedy, step)
 
     @timed("rollout")
-    def sample(self, step: int, number: int) -> DataProto:
-        """The responses of batch `number` of a step that samples several."""
-        return self._take(step, number * self.sizes.local_prompts * self.world.size, last=None)
+    def sample(self, step: int, number: int, group_size: int | None = None) -> DataProto:
+        """The responses of batch `number` of a step that samples several. The rest as in `next`."""
+        return self._take(step, number * self.sizes.local_prompts * self.world.size, None, group_size)
 
-    def _take(self, step: int, first: int, last: int | None) -> DataProto:
+    def _take(self, step: int, first: int, last: int | None, group_size: int | None) -> DataProto:
         """first: the number of the batch's first prompt. last: the batch after which no batch is started."""
+        size = group_size or self.sizes.group_size
         if self._async is not None:
+            if size != (begun := self._async.group_size):
+                raise InputError(f"--async-level: groups of {begun} are in flight, and this step asks for {size}")
             rows, responses = self._async.take(last)
-            self.prompts = rows[:: self.sizes.group_size]
+            self.prompts = rows[::size]
             batch = self.recorder.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
-            return self._checked(add_limit(batch, self.sampling))
-        self.prompts, rows, seeds = self._batch_of(step, first)
+            return self._checked(batch, self.sampling)
+        self.prompts, rows, seeds = self._batch_of(step, first, size)
         if self._replays_any_order:
             batch = self.recorder.rollout(rows, DataProto, any_order=True)
-            self.prompts = batch[:: self.sizes.group_size]
-            return self._checked(add_limit(batch, self.sampling))
+            self.prompts = batch[::size]
+            return self._checked(batch, self.sampling)
         return self._sampled(rows, self.sampling, seeds)
 
     def generate(self, prompts: DataProto, sampling: Sampling, step: int, numbers=None) -> DataProto:
@@ -218,19 +239,20 @@ class Rollouts:
     @timed("rollout")
     def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
         """(batch, *others, metrics), after ranks have exchanged groups so that all have about as much to compute.
-        others: batches with one row per group, or group_size rows."""
-        model, sizes = actor.module, self.sizes
-        shared = model.share_prompts
-        plan, metrics = balance_groups(batch, model, sizes.group_size, sizes.num_mini_batches, share_prompts=shared)
+        others: batches with equally many rows per group. Batches of any widths; ranks get equal ones."""
+        model, mini_batches = actor.module, self.sizes.num_mini_batches
+        plan, metrics = balance_groups(
+            batch, model, group_size_of(batch), mini_batches, share_prompts=model.share_prompts
+        )
         return *(exchange_groups(part, plan) for part in (batch, *others)), metrics
 
     def all_gather(self, batch: DataProto) -> DataProto:
         """The rows of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
-        return gather_groups(batch, self.sizes.group_size)
+        return gather_groups(equal_widths(batch), group_size_of(batch))
 
     def own_rows(self, whole: DataProto) -> DataProto:
         """This rank's groups, out of the rows of all ranks."""
-        return whole[own_groups(whole, self.sizes.group_size).ravel()]
+        return whole[own_groups(whole, group_size_of(whole)).ravel()]
 
     def record_scores(self, batch: DataProto) -> None:
         """Records how responses to the loader's prompts scored, for --prompt-sampling. A collective."""
@@ -249,9 +271,7 @@ class Rollouts:
         metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
         metrics |= self.engine.metrics()
         if self.async_level:
-            waited = step - batch.batch.get("sampled_at", torch.tensor(step))  # dapo.py keeps what is left over
-            bound = self.async_level + waited.view(-1, 1)
-            metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1, bound)
+            metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1)
         return metrics
 
     def close(self) -> None:
@@ -279,22 +299,22 @@ class Rollouts:
 
     def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         batch = self.recorder.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
-        return self._checked(add_limit(batch, sampling))
+        return self._checked(batch, sampling)
 
-    def _checked(self, batch: DataProto) -> DataProto:
+    def _checked(self, batch: DataProto, sampling: Sampling) -> DataProto:
         T = batch.batch["responses"].shape[1]
         known = any(map(len, batch.non_tensor_batch.get(ROUTES, ())))
         # no engine has answered an episode that was out of time before its first turn
         if self.engine.route_layers and not known and batch.batch["attention_mask"][:, -T:].any():
             how = "record them with R3; a server needs --enable-return-routed-experts"
             raise InputError(f"--routing-replay R3: the rollouts come without their experts: {how}")
-        return batch
+        return add_origin(batch, sampling, self.version, self.async_level)
 
-    def _batch_of(self, step: int, first: int) -> tuple[DataProto, DataProto, list[int]]:
+    def _batch_of(self, step: int, first: int, group_size: int) -> tuple[DataProto, DataProto, list[int]]:
         """(prompts, the prompts repeated group_size times, seeds). first: the number of the batch's first prompt."""
         self._prompts = self._prompts or iter(self.loader)
         prompts = DataProto.from_single_dict(next(self._prompts)).to(self.world.device)
-        numbers, group_size = self._numbers(first), self.sizes.group_size
+        numbers = self._numbers(first)
         prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
         rows = [n * group_size + sample for n in numbers for sample in range(group_size)]
         return prompts, prompts.repeat(group_size, interleave=True), request_seeds(self.seed, step, rows)

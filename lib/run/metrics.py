@@ -8,6 +8,7 @@ stay out of every other number. A metric without any data in this step is left o
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from lib.reward.manager import SHADOW
 from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
 from lib.run.batch_checks import batch_faults
+
+Value = TypeVar("Value")
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
@@ -109,12 +112,13 @@ def row_metrics(batch: DataProto, *others: DataProto) -> dict[str, Metric]:
     }
 
 
-def merge_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+def merge_metrics(metrics: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     """One dict of several. Raises InputError for a name that two of them have, since one value would be lost."""
-    merged: dict[str, Metric] = {}
+    merged: dict[str, Value] = {}
     for found in metrics:
         if twice := sorted(merged.keys() & found.keys()):
-            raise InputError(f"the metric {twice[0]!r} was logged twice in one step: give one of them another name")
+            advice = "rename one of them (a data source, a number of a scorer, a metric of the script)"
+            raise InputError(f"two metrics of one step are called {twice[0]!r}: {advice}")
         merged |= found
     return merged
 

@@ -169,7 +169,7 @@ class Run:
         ways = ("training/rows_trained", "training/rows_left_over")
         gone = sum(rows for name, rows in reduced.items() if name in ways or name.startswith(DROPPED))
         assert reduced["training/rows_in"] == gone, "rows were lost on the way"
-        reduced |= throughput_metrics(reduced, self.world.size, self._peak_tflops)
+        reduced = merge_metrics([reduced, throughput_metrics(reduced, self.world.size, self._peak_tflops)])
         self.tracker.log(reduced, step)
         if "rollout/k3" in reduced:
             mismatch = reduced["rollout/k3"], self.max_mismatch, f"in step {step}"

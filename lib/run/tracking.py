@@ -33,6 +33,7 @@ from lib.data_proto import DataProto
 from lib.distributed import check_number
 from lib.run.alerts import alerts_of_run, alerts_of_step
 from lib.run.disk import writes_to
+from lib.run.metrics import merge_metrics
 from lib.run.prompt_images import keep_images, row_hashes
 
 # what a step's console line shows
@@ -111,9 +112,9 @@ class Tracker:
         values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
         self.latest = step, (self.latest[1] if step == self.latest[0] else {}) | values
-        row = {"step": step} | {key: None if key in nonfinite else value for key, value in values.items()}
-        if nonfinite:
-            row["nonfinite"] = nonfinite
+        finite = {key: None if key in nonfinite else value for key, value in values.items()}
+        parts: list[dict[str, Any]] = [{"step": step}, finite, {"nonfinite": nonfinite} if nonfinite else {}]
+        row = merge_metrics(parts)
         path = self.run_dir / "metrics.jsonl"
         with writes_to(path, f"the row of step {step} was not written"), path.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")

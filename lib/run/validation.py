@@ -19,6 +19,7 @@ from lib.distributed import all_gather_lists, broadcast, enter_stage, timed
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, truncated_rows
+from lib.run.metrics import merge_metrics
 from lib.run.tracking import Tracker, sample_rows
 from lib.seeds import seeded
 
@@ -140,19 +141,20 @@ def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) ->
       n samples; a prompt with fewer than k samples is not in the numbers at k
 
     Raises:
+        InputError: two numbers have one name, as "b" of data source "a" and the score of data source "a/b".
         ValueError: prompts of one data source have different numbers of responses.
     """
     of_source: dict[str, dict[int, list[Validated]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         of_source[row.data_source][row.prompt].append(row)
-    metrics: dict[str, float] = {"val/unscored": sum(not row.numbers for row in rows)}
+    metrics: list[dict[str, float]] = [{"val/unscored": sum(not row.numbers for row in rows)}]
     for source, prompts in of_source.items():
         sizes = {len(samples) for samples in prompts.values()}
         if len(sizes) > 1:
             raise ValueError(f"{source}: prompts with {sorted(sizes)} samples; every prompt needs the same number")
         of_this = _source_metrics(list(prompts.values()), correct_above)
-        metrics |= {f"val/{source}/{name}": value for name, value in of_this.items()}
-    return metrics
+        metrics.append({f"val/{source}/{name}": value for name, value in of_this.items()})
+    return merge_metrics(metrics)
 
 
 def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dict[str, float]:

@@ -475,6 +475,28 @@ def test_a_failed_episode_is_masked_counted_and_shown_once(capsys):
         play(how, ["a" + END], ["a" + END], interaction_kwargs=[{"fail_at": 1}] * 2)
 
 
+def test_an_interaction_s_metrics_are_those_of_the_last_turn_and_each_tool_s_its_own():
+    class Falling(User):
+        async def respond(self, messages):
+            over, text, reward, _ = await super().respond(messages)
+            return over, text, reward, {"left": 2 - self.asked, "debt": -1}
+
+    class Subtract(Add):
+        def get_openai_tool_schema(self):
+            schema = super().get_openai_tool_schema()
+            return schema | {"function": schema["function"] | {"name": "subtract"}}
+
+        async def execute(self, instance_id, parameters, **kwargs):
+            return "0", 0.0, {"calls": -5}
+
+    how = settings(interaction=Falling, max_turns=5)
+    how.tools["subtract"] = Subtract()
+    calls = CALL % (1, 2) + (CALL % (1, 2)).replace("add", "subtract") + CALL % (3, 4)
+    metrics = reduce_metrics(agent_metrics(play(how, [calls + END, "a" + END, "b" + END])[0]))
+    assert metrics["agent/interaction/left"] == 0 and metrics["agent/interaction/debt"] == -1
+    assert metrics["agent/tool/add/calls"] == 2 and metrics["agent/tool/subtract/calls"] == -5
+
+
 @pytest.mark.parametrize("metrics", [{"a": "b"}, {"a": 10**400}, {"a": float("nan")}, [1]])
 def test_metrics_that_cannot_be_added_up_cost_their_episode(metrics):
     class Odd(User):

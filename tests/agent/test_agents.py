@@ -365,8 +365,11 @@ WRONG = {
     "messages[0].role": {"messages": [{}]},
     "messages[0].content: only text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     "messages[0].tool_calls: give a list": {"messages": [{"role": "assistant", "tool_calls": 1}]},
-    "arguments are not JSON": {
-        "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
+    **{
+        f"its arguments must be an object or the JSON text of one, not '{text}'": {
+            "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
+        }
+        for text in ("{", "[1]", '"{}"', "[" * 60)
     },
     "tools: give a list": HELLO | {"tools": {}},
     "tools[0]: give an object": HELLO | {"tools": [{"type": "web_search"}]},
@@ -460,8 +463,8 @@ WRONG_RESPONSES = {
     "input[0].content: give a list": {"input": [user(5)]},
     "input[0].type: only": {"input": [{"type": "reasoning", "summary": []}]},
     "input[0].type: only ": {"input": [{"type": []}]},
-    "input[0]: give an id": {"input": [{"type": "function_call", "name": "f", "arguments": {}}]},
-    "arguments are not JSON": {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
+    "input[0]: give an id": {"input": [{"type": "function_call", "arguments": "{}"}]},
+    "its arguments must be an object": {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
     "instructions.content: give a list": SAY | {"instructions": 5},
     "tools: give a list": SAY | {"tools": {}},
     "tools[0]: give an object": SAY | {"tools": [{"type": "web_search"}]},
@@ -502,7 +505,7 @@ def test_odd_and_long_requests_in_every_api():
     marked = {"messages": said, "system": [{"type": "text", "text": odd, "cache_control": {"type": "ephemeral"}}]}
     marked |= {"tools": [{"name": odd, "description": None, "input_schema": schema, "type": "custom"}]}
     marked |= {"thinking": {"type": "disabled"}, "metadata": {"user_id": "me"}, "temperature": 1.0, "top_k": None}
-    items = [{"type": "function_call", "call_id": odd, "name": odd, "arguments": '"\\ud800"'}]
+    items = [{"type": "function_call", "call_id": odd, "name": odd, "arguments": '{"\\ud800": 1}'}]
     items += [{"type": "function_call_output", "call_id": odd, "output": [{"type": "input_text", "text": odd}]}]
     own = {"input": items, "instructions": odd, "text": {"format": {"type": "text"}}, "store": False, "user": odd}
     own |= {"tools": [{"type": "function", "name": odd, "strict": True, "parameters": schema}]}
@@ -527,10 +530,26 @@ def test_apis_that_are_not_supported_say_so():
     assert found[1][1]["type"] == "error" and found[1][1]["error"]["type"] == "not_found_error"  # Anthropic's form
 
 
+def test_a_call_s_arguments_are_the_same_in_all_forms():
+    """As JSON text, which OpenAI's API has, as an object, which rows have, and left out."""
+
+    def history(**function):
+        call = {"id": "1", "type": "function", "function": {"name": "f"} | function}
+        answer = {"role": "tool", "tool_call_id": "1", "content": "3"}
+        return {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}, answer]}
+
+    forms = [{"arguments": '{"a": 1}'}, {"arguments": {"a": 1}}]
+    forms += [{}, {"arguments": ""}, {"arguments": None}, {"arguments": "null"}, {"arguments": "{}"}]
+    found = ask(*(("/chat/completions", history(**form)) for form in forms))
+    assert [status for status, _ in found] == [200] * len(forms)
+    lengths = [answer["usage"]["prompt_tokens"] for _, answer in found]
+    assert lengths[0] == lengths[1] > lengths[2] and len({*lengths[2:]}) == 1
+
+
 def test_what_clients_send_without_meaning_it():
     fine = {"temperature": 1.0, "top_p": 1, "user": "me", "n": None, "model": "gpt-5", "presence_penalty": 0.0}
     odd = {"messages": [user("\ud800 \0 \u202e \U0001f600 <|im_start|>system")]}
-    call = {"id": "\ud800", "function": {"name": "\udfff", "arguments": '"\\ud800"'}}
+    call = {"id": "\ud800", "function": {"name": "\udfff", "arguments": '{"\\ud800": 1}'}}
     odd["messages"] += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "\ud800"}]
     odd["tools"] = [{"type": "function", "function": {"name": "\ud800 <|im_end|>"}}]
     long = {"messages": [user("1" * 20_000)]}  # which a thread encodes
@@ -547,7 +566,10 @@ def test_what_clients_send_without_meaning_it():
         {
             "messages": [
                 user(""),
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": f'"{"x" * 9999}"'}}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": f'{{"x": "{"x" * 9999}"}}'}}],
+                },
             ]
         },
     ],

@@ -460,7 +460,7 @@ def test_rows_of_tasks_that_cannot_be_trained_on(tmp_path):
     for name, check, said in (
         ("easy", "true", "gives 1 before anything is done"),
         ("hard", "false", "gives 0 after its own solution"),
-        ("big", "false", "No space left on device"),
+        ("big", "false", "its files take 2.0 MiB, and its sandbox has 1"),
     ):
         own = write(tmp_path / name / "own", **{"tests/test.sh": check})
         if name == "big":
@@ -473,9 +473,57 @@ def test_rows_of_tasks_that_cannot_be_trained_on(tmp_path):
 
 
 def test_a_program_names_tasks_of_its_folder_only():
-    for name in ("../toy_tasks/rename", "..", "", "/etc"):
-        with pytest.raises(InputError):
+    for name in ("../toy_tasks/rename", "..", ".", "", "/etc", f"{TASKS}/rename", "rename/", "a\0b", "a\nb", "a" * 999):
+        with pytest.raises(InputError, match="is not the name of a task in it"):
             in_task(name, None)
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("environment", "../../secret"),
+        ("instruction.md", "../../secret/key"),
+        ("task.toml", "/etc/hostname"),
+        ("tests", "../../secret"),
+        ("tests/test.sh", "../../../secret/key"),
+        ("solution", "/etc"),
+        ("environment/deep/key", "../../../../secret/key"),
+        ("environment/key", "../../other/instruction.md"),
+        ("environment/up", "../.."),
+        ("environment/Dockerfile", "../../../secret/key"),
+        ("", "../secret"),
+    ],
+)
+@pytest.mark.parametrize("local", [True, False])
+def test_a_link_out_of_a_task_is_one_line(tmp_path, link, target, local):
+    (tmp_path / "secret/tests").mkdir(parents=True)
+    for name in ("key", "instruction.md", "tests/test.sh"):
+        (tmp_path / "secret" / name).write_text("mine")
+    write(tmp_path / "tasks/other")
+    path = write(tmp_path / "tasks/own", **{"environment/deep/a": ""}) / link
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.symlink_to(target)
+    with pytest.raises(InputError) as error:
+        read_tasks(tmp_path / "tasks", local)
+    assert f"links to {target!r}, outside the task" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_link_within_a_task_and_what_is_no_file(tmp_path):
+    own = write(tmp_path / "tasks/own", **{"environment/data/a": "found"})
+    (own / "environment/b").symlink_to("data/a")
+    (own / "environment/loop").symlink_to("loop")
+    assert in_task("own", lambda opened: opened.exec("cat b", PATIENT_S), tmp_path / "tasks") == (0, "found")
+    os.mkfifo(own / "environment/pipe")
+    with pytest.raises(InputError, match="'pipe' is neither a file nor a folder"):
+        read_task(own)
+    (own / "environment/pipe").unlink()
+    with (own / "instruction.md").open("ab") as file:
+        file.truncate(2**40)  # a hole: read, it would take the memory
+    with pytest.raises(InputError, match=r"its files take 1048576.0 MiB, and its sandbox has 64 \(storage_mb"):
+        read_task(own)
+    write(tmp_path / "tasks/a\nb")
+    with pytest.raises(InputError, match=r"rename the folder 'a\\nb'"):
+        read_tasks(tmp_path / "tasks")
 
 
 def test_a_resume_sees_tasks_that_changed(tmp_path):

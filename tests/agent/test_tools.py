@@ -862,6 +862,9 @@ TRICKY = [
     "<|im_end|>",
     "é漢\N{GRINNING FACE}",
     "; {",
+    "</think>",
+    "<think>",
+    "</function>",
 ]
 STRINGS = st.lists(st.sampled_from(TRICKY) | st.text(max_size=5), max_size=4).map("".join)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | STRINGS
@@ -991,6 +994,115 @@ def test_thoughts_are_no_calls():
     assert parse("hermes", f"<think>{call}") == []
     assert parse("hermes", f"{call}</think>no") == []  # the template wrote <think>
     assert parse("hermes", f"<think>{call}</think>{call}") == [ToolCall("f", {})]
+
+
+def tool_call(name: str, **arguments) -> str:
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+
+
+def in_tags(*calls: str) -> str:
+    return "".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+def in_xml(name: str, value: str) -> str:
+    return f"<tool_call>\n<function={name}>\n<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+TAG, SPELT = "the </think> tag", r'{"name": "g", "arguments": {"s": "<\/think>"}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", in_tags(tool_call("f", s=TAG)), {"f": TAG}),
+        ("hermes", "Now: " + in_tags(tool_call("f", s=TAG * 3), tool_call("g", s="")), {"f": TAG * 3, "g": ""}),
+        ("hermes", "so.</think>" + in_tags(tool_call("f", s=TAG)), {"f": TAG}),
+        ("hermes", "<think>so.</think>" + in_tags(tool_call("f", s=TAG)), {"f": TAG}),
+        ("hermes", in_tags(tool_call("f", s="")) + "so.</think>" + in_tags(tool_call("g", s=TAG)), {"g": TAG}),
+        ("hermes", in_tags(tool_call("f", s=TAG)) + "so.</think>" + in_tags(tool_call("g", s="")), {"g": ""}),
+        ("hermes", in_tags(tool_call("f", s="")) + "</think>" + in_tags(SPELT), {"g": "</think>"}),
+        ("hermes", in_tags(SPELT), {"g": "</think>"}),
+        ("hermes", in_tags(tool_call("f", s="")) + " I use <tool_call> and </think>", {}),
+        ("llama3_json", tool_call("f", s=TAG), {"f": TAG}),
+        ("llama3_json", "so.</think>" + tool_call("f", s=TAG), {"f": TAG}),
+        ("llama3_json", tool_call("f", s="") + "</think>" + tool_call("g", s=TAG), {"g": TAG}),
+        ("qwen3_coder", in_xml("f", TAG), {"f": TAG}),
+        ("qwen3_coder", in_xml("f", "") + "</think>" + in_xml("g", TAG), {"g": TAG}),
+        ("vllm:hermes", in_tags(tool_call("f", s=TAG)), {"f": TAG}),
+        ("vllm:hermes", in_tags(tool_call("f", s="")) + "</think>" + in_tags(tool_call("g", s="")), {"g": ""}),
+    ],
+)  # fmt: skip
+def test_the_end_of_thoughts_is_not_one_in_an_argument(name, text, calls):
+    if name.startswith("vllm"):
+        pytest.importorskip("vllm")
+        found = get_tool_parser(name, load_tokenizer(TOY_MODEL))(text)
+    else:
+        found = parse(name, text)
+    assert [(call.name, call.arguments) for call in found] == [(name, {"s": s}) for name, s in calls.items()]
+
+
+INNER, GOOD = in_tags(tool_call("rm", s="/")), in_tags(tool_call("good", s=""))
+XML_INNER, XML_GOOD = in_xml("rm", "/"), in_xml("good", "")
+INNERMOST = json.dumps(tool_call("rm", s="/"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "names"),
+    [
+        ("hermes", f'<tool_call>\nrun(code="{INNER}")\n</tool_call>', [None]),
+        ("hermes", f'<tool_call>\nrun(code="{INNER}{INNER}")\n</tool_call>{GOOD}', [None, "good"]),
+        ("hermes", f'<tool_call>{{"name": "f"}} + "{INNER}"</tool_call>', [None]),
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"s": "{INNER}"}}}}</tool_call>', [None]),
+        ("hermes", f"<tool_call>[{INNER}]</tool_call>", [None]),
+        ("hermes", f'<tool_call>run("{INNER}', [None]),
+        ("hermes", f'<tool_call>run("<tool_call>x</tool_call>{INNER}")</tool_call>', [None]),
+        ("qwen3_coder", f"<function=run>{XML_INNER}</function>", [None]),
+        ("qwen3_coder", f"<function=run>{XML_INNER}</function>{XML_GOOD}", [None, "good"]),
+        ("qwen3_coder", f"<function=run>\nrun({XML_INNER}", [None]),
+        ("qwen3_coder", in_xml("run", XML_INNER) + XML_GOOD, [None, "good"]),
+        ("qwen3_coder", in_xml("run", f"{XML_INNER} and {XML_INNER}") + XML_GOOD, [None, "good"]),
+        ("qwen3_coder", f"<function=run><parameter=s>{XML_INNER} and {XML_INNER}", [None]),
+        ("llama3_json", f"<|python_tag|>run({INNERMOST})", [None]),
+        ("llama3_json", f'{{"name": "f", "parameters": {INNERMOST}; {tool_call("rm", s="/")}', [None]),
+        ("llama3_json", f'{tool_call("f")}\n{{"name": "g", "x": {tool_call("rm", s="/")}', ["f", None]),
+        # twice the same key: the later one would win
+        ("hermes", in_tags('{"name": "f", "name": "rm", "arguments": {}}'), [None]),
+        ("hermes", in_tags('{"name": "f", "arguments": {"s": 1, "s": 2}}'), [None]),
+        ("hermes", in_tags('{"name": "f", "arguments": {"s": [{"a": 1, "a": 1}]}}'), [None]),
+        ("llama3_json", '{"name": "f", "parameters": {"s": 1, "s": 2}}', [None]),
+        ("qwen3_coder", "<function=f><parameter=s>1</parameter><parameter=s>2</parameter></function>", [None]),
+    ],
+)
+def test_a_call_within_a_broken_one_is_not_made(name, text, names):
+    assert [None if call.error else call.name for call in parse(name, text)] == names
+
+
+@pytest.mark.parametrize("between", ["\n", "\n\n", " ", "", ";", " ;\n", ", ", "<|python_tag|>"])
+@pytest.mark.parametrize("after", ["", "<|eot_id|>", "\nDone.", '\n{"answer": 3}', "; so"])
+def test_llama_s_calls_may_stand_on_lines(between, after):
+    calls = [tool_call("f", s="}\n{"), '{"type": "function", "name": "g", "parameters": {}}', tool_call("h")]
+    assert [call.name for call in parse("llama3_json", between.join(calls) + after)] == ["f", "g", "h"]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "qwen3_coder"])
+@pytest.mark.parametrize(
+    "piece", ["</think>", "<think>", "<tool_call>", "<tool_call>x</tool_call>", INNER, tool_call("f") + "\n",
+              '{"name": ', "<function=f>", "<function=f><parameter=s>", XML_INNER]
+)  # fmt: skip
+def test_parsers_read_a_text_a_few_times_at_most(name, piece, monkeypatch):
+    """What is searched and decoded is counted in characters: a search from each call to the end would be quadratic."""
+    read = 0
+
+    def decode(decoder, text, start=0):
+        nonlocal read
+        value, end = plain(decoder, text, start)
+        read += end - start
+        return value, end
+
+    plain = json.JSONDecoder.raw_decode
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", decode)
+    text = piece * 20_000
+    assert len(parse(name, text)) <= 20_000 and read <= 4 * len(text)
 
 
 def test_auto_goes_by_the_template():

@@ -181,6 +181,7 @@ OWN_BAD_FLAGS = {
         "invalid choice 'gae'": ["--adv-estimator", "gae"],
         "invalid choice 'remax'": ["--adv-estimator", "remax"],
         "gdpo weighs --reward-keys: name them": ["--adv-estimator", "gdpo"],
+        "--reward-keys names right twice": ["--adv-estimator", "gdpo", "--reward-keys", "right", "a", "right"],
         "gigpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "gigpo"],
         "mt_grpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "mt_grpo"],
         "gigpo with --multi-turn.max-turns 1: an episode has one": [*GIGPO, "--multi-turn.max-turns", "1"],

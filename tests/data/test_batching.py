@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import contextmanager
 from functools import cache
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +15,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.data import balance_groups, exchange_groups, prepare_dynamic_batch, prompt_groups, restore_dynamic_batch
+from lib import InputError
+from lib.data import (
+    balance_groups,
+    exchange_groups,
+    gather_columns,
+    prepare_dynamic_batch,
+    prompt_groups,
+    restore_dynamic_batch,
+)
 from lib.data.balance import group_costs, longest_first
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, clip_grad_norm, full_tensor, make_mesh, shard_model, trainable_parameters
 from lib.model import load_model, response_log_probs
-from tests.common import TOY_MODEL, VisionRow, run_ranks, save_tiny, tiny_vision, vision_batch
+from lib.rollout import Rollouts, concat_rows
+from lib.rollout.stream import group_size_of
+from tests.common import TOY_MODEL, VisionRow, rollout_batch, run_ranks, save_tiny, tiny_vision, vision_batch
 from tests.scripts.test_invariance import float64_norms, groups_batch
 
 
@@ -302,3 +313,50 @@ def test_one_rank_or_equal_lengths_stay_as_they_came(size, tmp_path):
         assert (exchange_groups(batch, plan) is batch) == (size == 1)
 
     run_ranks(size, check)
+
+
+# ---- batches of any widths and sizes of groups ---------------------------------------------------
+
+
+def joined(world) -> dict:
+    """Two batches of a rank's own widths, joined, by all that moves rows between ranks."""
+    lengths = [([3, 3, 5, 5], [2, 7, 1, 1]), ([9, 9, 2, 2], [4, 1, 1, 3])][world.rank]
+    batch = concat_rows([rollout_batch(P, T, seed=world.rank) for P, T in (lengths, ([1, 1], [2, 2]))])
+    batch.non_tensor_batch["uid"] = np.array([f"{world.rank}-{i // 2}" for i in range(6)], dtype=object)
+    batch.batch["token_level_scores"] = batch.batch["response_mask"].float()
+    before, scores = batch.batch["attention_mask"].sum(), batch.select()
+    t = gather_columns(scores)
+    stub = SimpleNamespace(sizes=SimpleNamespace(num_mini_batches=1))
+    module = load_model(TOY_MODEL)
+    whole = Rollouts.all_gather(stub, batch.select())
+    own = Rollouts.own_rows(stub, whole)
+    balanced, _ = Rollouts.balanced(stub, SimpleNamespace(module=module), batch)
+    tokens = [int(x.batch["attention_mask"].sum()) for x in (whole, own, balanced)]
+    widths = {x.batch["prompts"].shape[1:] + x.batch["responses"].shape[1:] for x in (scores, whole, balanced)}
+    return {"before": int(before), "tokens": tokens, "widths": widths, "scores": t["token_level_scores"].sum().item()}
+
+
+def test_ranks_may_have_batches_of_their_own_widths():
+    found = run_ranks(2, joined)
+    total = sum(of_rank["before"] for of_rank in found)
+    assert [of_rank["widths"] for of_rank in found] == [{(9, 7)}] * 2
+    assert [of_rank["scores"] for of_rank in found] == [15 + 13] * 2
+    assert [of_rank["tokens"][0] for of_rank in found] == [total] * 2
+    for i in (1, 2):
+        assert sum(of_rank["tokens"][i] for of_rank in found) == total
+
+
+@pytest.mark.parametrize("uids", ["aab", "aabbb", "aba", "abab"])
+def test_groups_that_cannot_move_between_ranks_are_one_line(uids):
+    batch = rollout_batch([2] * len(uids), [1] * len(uids))
+    batch.non_tensor_batch["uid"] = np.array([*uids], dtype=object)
+    with pytest.raises(InputError, match="the rows of a uid must be adjacent, and as many as those of any other"):
+        group_size_of(batch)
+
+
+@pytest.mark.parametrize("asked, assigned", [(8, 4), (None, 8)])
+def test_groups_in_flight_keep_their_size(asked, assigned):
+    """Whether a copy asks `next` for another size, or assigns it."""
+    rollouts = SimpleNamespace(sizes=SimpleNamespace(group_size=assigned), _async=SimpleNamespace(group_size=4))
+    with pytest.raises(InputError, match="groups of 4 are in flight, and this step asks for 8"):
+        Rollouts._take(rollouts, 1, 0, None, asked)

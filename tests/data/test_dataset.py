@@ -390,6 +390,82 @@ def test_any_row_makes_an_item_or_one_line(tokenizer, row):
             assert all(isinstance(source, str) for source in dataset.data_sources)
 
 
+CALLING = (
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ (call.function or call).arguments | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def calling(call: dict) -> list[dict]:
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), ('{"a": null}', '{"a": null}'), ("", "{}"),
+     (None, "{}"), ("null", "{}"), ("{}", "{}"), (' {"b": ["x"]} ', '{"b": ["x"]}')],
+)  # fmt: skip
+def test_a_call_s_arguments_may_be_json_text(tmp_path, write, arguments, rendered):
+    plain = {"name": "f", "arguments": arguments}
+    for form in (plain, {"type": "function", "id": None, "function": plain}):
+        path = write(tmp_path / f"a.{write.__name__[6:]}", [make_row("") | {"prompt": calling(form)}])
+        dataset = RLHFDataset(path, make_tokenizer(CALLING), max_prompt_length=99)
+        assert make_tokenizer().decode(dataset[0]["raw_prompt_ids"]) == "a" + rendered
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "3", '"{}"', [1], 3, "[" * 100_000])
+def test_a_call_s_arguments_are_an_object_or_one_line(tmp_path, arguments):
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [make_row("a"), make_row("b") | {"prompt": calling({"name": "f", "arguments": arguments})}],
+    )
+    with pytest.raises(InputError) as error:
+        RLHFDataset(path, make_tokenizer(CALLING), max_prompt_length=200)
+    assert "a.jsonl row 1: a tool call of message 1: its arguments must be an object" in str(error.value)
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def test_nulls_of_json_stay_in_what_is_the_user_s(tmp_path, tokenizer):
+    own = {"inputs": [[{"a": None}], [None], {}], "b": {"c": None, "d": []}, "mixed": [1, "x", None, {"y": None}]}
+    kwargs = {"calc": {"create_kwargs": {"start": None}}}
+    rows = [make_row("a", 3, tools_kwargs=kwargs, **own), make_row("b", None, other=None)]
+    rows[0]["reward_model"]["ground_truth"] = own
+    call = {"name": "f", "arguments": {"x": None}}
+    rows[0]["prompt"] += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    for message in rows[0]["prompt"]:
+        message["reasoning"] = None  # of the form, not of the user: templates ask whether a field is there
+    rows[1] |= {"reward_model": None, "note": None}
+    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_length=200)
+    first, second = dataset[0], dataset[1]
+    assert first["extra_info"] == rows[0]["extra_info"] and first["tools_kwargs"] == kwargs
+    assert first["reward_model"]["ground_truth"] == own
+    assert first["raw_prompt"][1] == {"role": "assistant", "tool_calls": [call]}
+    assert second["extra_info"] == {"index": None, "other": None} and second["index"] == 1
+    assert second["tools_kwargs"] == second["interaction_kwargs"] == {}
+    assert dataset.without_ground_truth.endswith("row 1")
+    flat = [{"question": "c", "data_source": "toy", "note": None, "more": {"n": None}}]
+    dataset = RLHFDataset(
+        write_jsonl(tmp_path / "b.jsonl", flat), tokenizer, max_prompt_length=99, prompt_key="question"
+    )
+    assert dataset[0]["extra_info"] == {"note": None, "more": {"n": None}}
+
+
+@pytest.mark.parametrize(
+    ("form", "before"),
+    [("$A [eos]", []), ("[pad] $A [eos]", [0]), ("[pad] $A", [0]), ("$A [eos] [eos]", []), ("[eos] $A [eos]", [1])],
+)
+def test_a_prompt_without_a_template_has_what_begins_a_text_and_not_what_ends_one(tmp_path, form, before):
+    tokenizer = make_tokenizer(None)
+    pieces = [("[eos]", 1), ("[pad]", 0)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=form, special_tokens=pieces)
+    rows = [make_row("hi"), make_row(tokenizer.decode(before) + "hi")]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    dataset = RLHFDataset(path, tokenizer, max_prompt_length=30, allow_special_tokens=True)
+    words = tokenizer("hi", add_special_tokens=False)["input_ids"]
+    assert [dataset[i]["raw_prompt_ids"] for i in (0, 1)] == [before + words] * 2  # and not twice
+
+
 def test_unusual_rows_that_are_right(tmp_path, tokenizer):
     """Large integers, half characters where no tokenizer looks, parts, and a call without content."""
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}

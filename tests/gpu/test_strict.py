@@ -54,7 +54,8 @@ def rows(world):
     for name in ("rollout_log_probs", "old_log_probs", "ref_log_prob", "advantages", "values", "returns"):
         t[name] = torch.randn(mask.shape, generator=g) * mask
     t.update({name: mask.bool() for name in ("loss_mask", "denominator_mask", "valid_mask")})
-    t["is_fresh"] = torch.ones(len(mask), dtype=torch.bool)
+    t["policy_version"] = torch.zeros(len(mask), dtype=torch.long)
+    t["is_fresh"] = t["policy_version"] == 0
     return batch.to(world.device)
 
 

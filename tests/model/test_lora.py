@@ -348,13 +348,28 @@ def test_small_updates_do_not_reach_an_engine_in_bf16(tmp_path, size, arrives):
     [
         ("no_such_layer", {}, "not found"),
         (".*embed_tokens", {"tied": False}, "embed_tokens is not a linear layer"),
+        (".*(lm_head|q_proj)", {"tied": False}, "lm_head is the head, whose adapter would not be trained"),
+        (".*(lm_head|q_proj)", {}, "lm_head is the head, whose adapter would not be trained"),
+        ("lm_head", {}, "lm_head is the head, whose adapter would not be trained"),
         ("all-linear", MOE, "experts is not a linear layer"),
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(tmp_path, target_modules, more, message):
-    with pytest.raises(InputError, match=f"--lora-target-modules {target_modules}: .*{message}") as error:
+    with pytest.raises(InputError, match=f"--lora-target-modules {re.escape(target_modules)}: .*{message}") as error:
         add_lora(load_model(save_tiny(tmp_path, **more)), **LORA, target_modules=target_modules)
     assert "\n" not in str(error.value)
+
+
+def test_a_critic_s_head_is_trained_as_a_whole_whatever_the_pattern_says(tmp_path):
+    """So that a policy and its critic can have one pattern; and all that may train gets a gradient."""
+    critic = add_lora(load_critic(save_tiny(tmp_path)), **LORA, target_modules=".*(score|q_proj)")
+    randomize_lora_b(critic)
+    batch = rollout_batch([3, 4], [4, 5])
+    batched = response_values(critic, batch)
+    batched.sum().backward()
+    trained = {name for name, p in critic.named_parameters() if p.requires_grad}
+    assert {name for name in trained if ".lora_" not in name} == {"score.weight", "score.bias"}
+    assert all(p.grad is not None for name, p in critic.named_parameters() if name in trained)
 
 
 def checksums(world, path, replicas):

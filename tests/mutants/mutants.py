@@ -175,8 +175,8 @@ MUTANTS = {
         plant(
             "lib.rollout.stream:Rollouts._batch_of",
             "return prompts, prompts.repeat(group_size, interleave=True),",
-            'uids = np.tile(prompts.non_tensor_batch["uid"], group_size)\n'
-            "    repeated = prompts.repeat(group_size, interleave=True)\n"
+            'uids = np.repeat(prompts.non_tensor_batch["uid"], group_size)\n'
+            "    repeated = prompts.repeat(group_size, interleave=False)\n"
             '    repeated.non_tensor_batch["uid"] = uids\n    return prompts, repeated,',
         ),
         variant=True,

@@ -15,6 +15,8 @@ from lib.data_proto import DataProto
 from lib.rollout import Generated, Sampling
 from lib.rollout.async_rollouts import AsyncRollouts, staleness_metrics
 from lib.rollout.engine import Response
+from lib.rollout.stream import add_origin
+from tests.common import rollout_batch
 
 GROUP = 2
 
@@ -154,11 +156,12 @@ def test_a_lower_level_begins_anew_what_would_be_too_old():
 
 def test_staleness_is_counted_over_sampled_tokens_and_bounded():
     versions = torch.tensor([[3, 4, -1], [-1, -1, -1], [2, 2, 4]])
-    found = staleness_metrics(versions, 4, 2)
+    found = staleness_metrics(versions, 4)
     assert found["async/staleness_mean"] == (5, 5) and found["async/staleness_max"] == (2,)
-    assert staleness_metrics(versions[1:2], 4, 0)["async/staleness_max"] == (0,)
-    assert staleness_metrics(versions, 4, torch.tensor([[1], [0], [2]]))["async/staleness_max"] == (2,)
-    with pytest.raises(AssertionError, match="2 weight versions ago, 1 more"):
-        staleness_metrics(versions, 4, 1)
-    with pytest.raises(AssertionError, match="2 weight versions ago, 1 more"):
-        staleness_metrics(versions, 4, torch.tensor([[1], [0], [1]]))
+    assert staleness_metrics(versions[1:2], 4)["async/staleness_max"] == (0,)
+    batch = rollout_batch([1, 1, 1], [2, 1, 3])
+    assert add_origin(batch, Sampling(3), 4, 0).batch["policy_version"].tolist() == [4, 4, 4]
+    batch.batch["weight_versions"] = versions
+    assert add_origin(batch, Sampling(3), 4, 2).batch["policy_version"].tolist() == [3, 4, 2]
+    with pytest.raises(AssertionError, match="more than 1 steps ago"):
+        add_origin(batch, Sampling(3), 4, 1)

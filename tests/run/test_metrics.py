@@ -394,8 +394,25 @@ def test_a_metric_that_is_logged_twice_is_an_error():
     """Such as by a second policy with the first one's name: one value would be lost."""
     merged = merge_metrics([{"actor/lr": 1.0}, {}, {"critic/lr": 2.0}])
     assert merged == {"actor/lr": 1.0, "critic/lr": 2.0}
-    with pytest.raises(InputError, match="'actor/lr' was logged twice in one step: give one of them another name"):
+    with pytest.raises(InputError, match="two metrics of one step are called 'actor/lr': rename one"):
         merge_metrics([merged, {"actor/lr": 1.0}])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"a": {"b": 1.0}, "a/b": {}},
+        {"a": {"b/c": 1.0}, "a/b": {"c": 0.0}},
+        {"a": {"b.compute_score/acc": 1.0}, "a/b.compute_score": {"acc": 0.0}},
+        {"a/b": {}, "a": {"b": 1.0}},
+    ],
+)
+def test_numbers_of_two_data_sources_never_share_a_name(rows):
+    """The later one would win, and --keep-best would keep by it."""
+    numbers = [(source, {"score": 0.0} | own) for source, own in rows.items()]
+    validated = [Validated(i, *of_source, None, False) for i, of_source in enumerate(numbers)]
+    with pytest.raises(InputError, match=r"^two metrics of one step are called 'val/a/b"):
+        validation_metrics(validated)
 
 
 # ---- alerts --------------------------------------------------------------------------------------

@@ -50,6 +50,15 @@ def test_metrics_are_exact_flushed_and_valid_json(tmp_path, capsys):
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
 
 
+@pytest.mark.parametrize("metrics", [{"step": 7.0}, {"nonfinite": 1.0, "loss": math.nan}])
+def test_no_metric_stands_for_what_a_row_has_of_its_own(tmp_path, metrics):
+    tracker = Tracker(tmp_path, {}, total_steps=2)
+    with pytest.raises(InputError, match=f"are called '{next(iter(metrics))}'"):
+        tracker.log(metrics, 1)
+    tracker.close()
+    assert lines(tmp_path / "metrics.jsonl") == []
+
+
 def test_a_full_disk_ends_in_one_line_and_the_rows_before_stay(tmp_path):
     tracker = Tracker(tmp_path, {}, total_steps=2)
     tracker.log({"reward/mean": 0.25}, 1)

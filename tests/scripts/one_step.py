@@ -69,7 +69,7 @@ class StubRollouts:
         self.group_size, self.steps, self.multi_turn = args.group_size, steps, args.multi_turn.enabled
 
     def sync(self, actor, version):
-        self.batches = iter(next(self.steps))
+        self.batches, self.version, actor.sampled_since = iter(next(self.steps)), version, version
         return {}
 
     def sleep(self):
@@ -84,6 +84,7 @@ class StubRollouts:
         whole = next(self.batches)
         own = own_groups(whole, self.group_size).ravel()
         self.batch = as_batch([whole[i] for i in own], self.multi_turn)
+        self.batch.batch["policy_version"] += self.version
         return self.batch
 
     def sample(self, step, number):
@@ -180,6 +181,7 @@ def as_batch(rows: list[Row], multi_turn: bool = False) -> DataProto:
         "position_ids": attention.cumsum(1) - 1,
         "response_mask": pad("sampled", torch.long),
         "rollout_log_probs": pad("rollout_log_probs", torch.float64),
+        "policy_version": torch.zeros(len(rows), dtype=torch.long),
     }
     if multi_turn:
         tensors["turn_rewards"] = pad("turn_rewards", torch.float64)
@@ -221,7 +223,7 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
         left_over = as_batch(pool, args.multi_turn.enabled)
         rewards.submit(left_over, 0).add_to(left_over, args.reward_keys)
         left_over.batch["truncated"] = truncated_rows(left_over)
-        left_over.batch["sampled_at"] = torch.zeros(len(pool), dtype=torch.long)
+        left_over.batch["policy_version"] -= 1
     run, validate = StubRun(len(steps), left_over), SimpleNamespace(close=lambda: None)
     inputs = SimpleNamespace(tokenizer=None, processor=None)
     of_setup = {
