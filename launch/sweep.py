@@ -39,6 +39,7 @@ import yaml
 from lib import InputError, how_it_ended
 from lib.cli.flags import entries, read_yaml, texts
 from lib.cli.process import command_line
+from lib.cli.secrets import secret_in
 from lib.run.run import take_lock
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,8 @@ def make_run(script: str, fixed: dict[str, list[str]], setting: dict[str, list[s
 def words(flag: str, node: yaml.Node, where: str) -> list[str]:
     """Of the command line. A flag with dots is a setting's: its `no-` is before the last part."""
     found = texts(node, f"{where}: {flag}")
+    if secret := secret_in(found, f"--{flag}"):
+        raise InputError(f"{where}: {secret}")
     if isinstance(node, yaml.ScalarNode) and not node.style and found[0] in ("True", "False"):
         before, _, last = flag.rpartition(".")
         return [f"--{before}{'.' if before else ''}{'' if found[0] == 'True' else 'no-'}{last}"]

@@ -37,6 +37,7 @@ from typing import NamedTuple
 
 from lib import InputError
 from lib.sandbox import GRACE, connect, hang_up, make_spec, receive, sandbox_level, send, zygote
+from rewards.answers import without_thoughts
 
 FENCE = re.compile(r"(.*?)(?<![`~])(`{3,}|~{3,})(?![`~])([^`~]*)")  # of a Markdown block: what is before, marks, label
 ITEM = re.compile(r"[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?")  # before a fence: indentation, the mark of a list's item
@@ -294,7 +295,7 @@ def compute_score(
     total_timeout = CASES_SHARE * time_limit_s
     end = time.monotonic() + total_timeout
     tests = parse_tests(ground_truth)
-    program = extract_program(solution_str)
+    program = extract_program(without_thoughts(solution_str))
     if not tests.head:  # which an indented program would go on
         program = _dedent(program.split("\n"), len(program))
     spec = make_spec(

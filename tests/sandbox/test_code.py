@@ -95,6 +95,8 @@ ENDS = {"exit()": True, "quit(0)": True, "raise SystemExit": True, "import os; o
         (f"  1. ```python\n     {SUM}\n     ```", {"inputs": ["1 2\n"], "outputs": ["3\n"]}, 1, 1),
         ("1. ```python\n       return a + b\n   ```", HUMAN_EVAL, 1, 1),
         (SUM, {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}, 2, 2),
+        (f"<think>```python\n{SUM}\n```", {"inputs": ["1 2\n"], "outputs": ["3\n"]}, 0, 1),  # no end of the thought
+        (f"```python\n1\n```</think>{SUM}", {"inputs": ["1 2\n"], "outputs": ["3\n"]}, 1, 1),
         (SUM, {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3", "8"]}, 1, 2),
         ("print(input())\nprint(input())", {"inputs": [["a", "b"]], "outputs": [["a", "b"]]}, 1, 1),
         ("print(1 / 3)", {"inputs": [""], "outputs": ["0.33333334"]}, 1, 1),

@@ -84,6 +84,7 @@ def test_the_words_of_a_run_are_flags_of_the_script(sweep):
         ("script: a\nseeds: [1, 1]", "2 runs would be named seed=1"),
         ("script: a\nflags: {run_name: x}", "run-name: a sweep sets it itself"),
         ("script: [", "line 1: expected the node content"),
+        ("script: a\nflags: {agent: env X_API_KEY=abc1 a.py}", "line 2: --agent: X_API_KEY gets a key or password"),
         ("script: !!python/object/apply:os.system [ls]", "line 1: a tag (!)"),
         ("script: a\nflags: {lr: !!int 1}", "line 2: a tag (!)"),
         ("", "must have `script`"),
