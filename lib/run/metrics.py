@@ -13,7 +13,7 @@ import torch
 
 from lib import InputError
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, Min, Sum, token_means
+from lib.distributed import Max, Mean, Metric, Min, Sum, all_gather_lists, token_means
 from lib.reward.manager import SHADOW
 from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
@@ -33,7 +33,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
 
 
 def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metric]:
-    """This rank's metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
+    """This rank's metrics of a training batch, for `reduce_metrics`; groups are those of all ranks. A collective.
 
     Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and, if the batch has
     them, advantages and valid_mask (B, T), and finish_reason ("length" = clipped).
@@ -62,36 +62,38 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     if (advantages := tensors.get("advantages", None)) is not None:
         metrics |= _spread("advantages", advantages[tensors["valid_mask"].bool()])
 
-    def groups_of(values: list) -> list[list]:
-        groups = defaultdict(list)
-        for uid, value in zip(batch.non_tensor_batch["uid"][alive.cpu().numpy()], values):
-            groups[uid].append(value)
-        return [group for group in groups.values() if len(group) > 1]
-
-    several = groups_of(scores.tolist())
+    uids = batch.non_tensor_batch["uid"][alive.cpu().numpy()]
     rewarded = tensors["reward_components"][alive].tolist() if "reward_components" in tensors else scores.tolist()
-    rewards = groups_of(rewarded)
+    sources = list(batch.non_tensor_batch.get("data_source", alive.cpu().numpy())[alive.cpu().numpy()])
+    groups = defaultdict(list)  # (score, what was rewarded, data source) of each row, by uid
+    for uid, *row in all_gather_lists(list(zip(uids, scores.tolist(), rewarded, sources))):
+        groups[uid].append(row)
+    several = [[*zip(*rows)] for rows in groups.values() if len(rows) > 1]
     if "data_source" in batch.non_tensor_batch:
-        sources = list(batch.non_tensor_batch["data_source"][alive.cpu().numpy()])
-        metrics |= _by_source(sources, scores, lengths[alive], groups_of([*zip(sources, rewarded)]))
-    metrics["reward/zero_variance"] = Mean(sum(max(g) == min(g) for g in rewards), len(several))
-    metrics["reward/all_right"] = Mean(sum(min(g) > correct_above for g in several), len(several))
-    metrics["reward/all_wrong"] = Mean(sum(max(g) <= correct_above for g in several), len(several))
+        alike = [(of[0], max(rewards) == min(rewards)) for _, rewards, of in several]
+        metrics |= _by_source(sources, scores, lengths[alive], alike)
+    metrics["reward/zero_variance"] = Mean(sum(max(g) == min(g) for _, g, _ in several), len(several))
+    metrics["reward/all_right"] = Mean(sum(min(g) > correct_above for g, _, _ in several), len(several))
+    metrics["reward/all_wrong"] = Mean(sum(max(g) <= correct_above for g, _, _ in several), len(several))
     return metrics
 
 
-def _by_source(sources: list, scores: torch.Tensor, lengths: torch.Tensor, groups: list[list]) -> dict[str, Metric]:
-    """sources, scores, lengths: of each alive row. groups: (source, what was rewarded) of the rows of each."""
+def _by_source(
+    sources: list, scores: torch.Tensor, lengths: torch.Tensor, groups: list[tuple[str, bool]]
+) -> dict[str, Metric]:
+    """sources, scores, lengths: of each alive row. groups: the source of each on all ranks, and whether its rows were
+    rewarded alike."""
     metrics: dict[str, Metric] = {}
     for source in sorted({*sources}):
         own = [row for row, name in enumerate(sources) if name == source]
-        alike = [max(group) == min(group) for group in groups if group[0][0] == source]
         metrics |= {
             f"source/{source}/rows": Sum(len(own)),
             f"source/{source}/reward": Mean(scores[own].double().sum().item(), len(own)),
             f"source/{source}/response_length": Mean(lengths[own].sum().item(), len(own)),
-            f"source/{source}/zero_variance": Mean(sum(alike), len(alike)),
         }
+    for source in sorted({name for name, _ in groups}):
+        alike = [same for name, same in groups if name == source]
+        metrics[f"source/{source}/zero_variance"] = Mean(sum(alike), len(alike))
     return metrics
 
 

@@ -1108,6 +1108,17 @@ def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
     assert manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()[0].sum(1).tolist() == [3, 3, 0, 3]
 
 
+def split_group(world, scorer):
+    manager = RewardManager(load_scorers([scorer], []), TOKENIZER, workers=0)
+    with pytest.raises(InputError, match=r"scorer mine.group scores whole groups, and group b has rows on two ranks"):
+        Rewards(manager).submit(groups_of(["1", "2"], ["ab", "cb"][world.rank]), 1)
+
+
+def test_a_group_that_is_on_two_ranks_is_not_scored_by_halves(tmp_path):
+    (tmp_path / "mine.py").write_text(NAMED)
+    run_ranks(2, split_group, f"{tmp_path / 'mine.py'}:group")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_group_scorer_sees_a_prompts_responses_and_no_others(manager_of, workers):
     batch = groups_of(["3", "9", "1", None, "2", "5", "4"], "abacbaa")  # c has only an aborted response
