@@ -279,7 +279,8 @@ def _run(main: Callable[[T], None], args: T) -> None:
             time.sleep(2)  # launchers blame the first to end: not a rank that fails because another is gone
             if isinstance(error, dist.DistError) or "by peer" in str(error):  # the latter is Gloo's RuntimeError
                 traceback.print_exc()
-                _end_with(f"another rank has ended; its own message says why ({str(error).partition('. ')[0]})")
+                why = "its own message says why, or it has none and was killed (kill -9, out of memory: see dmesg)"
+                _end_with(f"another rank has ended: {why} ({str(error).partition('. ')[0]})")
         get_error_handler().record_exception(error)
         raise
     finally:

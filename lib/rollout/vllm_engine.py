@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any, get_args
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, compute_device, new_cpu_subgroup
+from lib.distributed import all_gather_lists, broadcast, compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
@@ -373,10 +374,22 @@ def _prepare_for_cpu() -> None:
     counter = sampler.batched_count_greater_than  # uncompiled: saves a C++ compilation of many seconds
     sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
     _rotate_heads_on_cpu()
+    _name_shared_memory(broadcast(uuid4().hex))
     # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s import,
     # makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
     if llvm := sys.modules.get("llvmlite.binding.ffi"):
         llvm.lib._fntab["__dict__"] = {}
+
+
+def _name_shared_memory(name: str) -> None:
+    """Under a launcher vLLM for CPUs gives the shared memory of an engine of several ranks the same name in each job: a
+    second job would meet the first one's, or what a killed one has left behind. name: of this engine on all ranks."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+    def own_name(group: Any) -> str:
+        return f"plainrl-{name}-{group.unique_name}-{'-'.join(map(str, group.ranks))}"
+
+    SharedMemory.make_group_name = staticmethod(own_name)
 
 
 def _rotate_heads_on_cpu() -> None:
