@@ -523,7 +523,9 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
         while not answers(url):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.3)
-        yield url, process
+        with pytest.MonkeyPatch.context() as patch:  # engines of the tests share it with runs
+            patch.setattr("lib.rollout.server_engine.LEASE_S", 0.0)
+            yield url, process
     finally:
         process.terminate()  # it ends its engine's process too, which a kill leaves behind
         process.wait(START_S)

@@ -128,9 +128,7 @@ class UpdateChecks:
             self._add(tokens_counted=counted.sum(), rows_counted=counted.any(1).sum())
             mask = mask & t.get("is_fresh", mask.any(1))[:, None]
             sampled = {"mismatch": (log_probs - t["rollout_log_probs"]).abs()}
-            if (
-                "weight_versions" in t
-            ):  # of servers, where older weights may have sampled it
+            if "weight_versions" in t:  # of servers, where older weights may have sampled it
                 mask = mask & (t["weight_versions"] == self.version)
             else:
                 sampled |= {"surprise": log_probs + entropy, "entropy": entropy}

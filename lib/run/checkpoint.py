@@ -46,6 +46,7 @@ from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import (
+    all_gather_lists,
     broadcast,
     device_rng_state,
     device_setter,
@@ -431,7 +432,7 @@ def check_state(states: Mapping[str, Mapping[str, Any]], batches: Mapping[str, D
     kept = {f"stateful[{name!r}]: {key}": value for name, state in states.items() for key, value in state.items()}
     kept |= {f"batches[{name!r}]": rows for name, rows in batches.items()}
     found = {what: inexact(value, what) or _digest(value) for what, value in kept.items()}
-    ranks = _gathered(found, dist.group.WORLD)
+    ranks = all_gather_lists([found])
     for what in dict.fromkeys(what for of_rank in ranks for what in of_rank):
         of_ranks = [of_rank.get(what) for of_rank in ranks]
         if why := next((text for text in of_ranks if text and text.startswith(what)), None):

@@ -519,7 +519,7 @@ def test_every_script_takes_several_turns(tmp_path, script):
 
 def test_several_turns_with_vllm(tmp_path):
     """One engine, split over two ranks. An engine of one rank: tests/agent/test_agent_loop.py."""
-    left = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # by a killed run, if vLLM named the memory; it does alike in every job
+    left = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # by a killed run: vLLM's own name, in every job
     left.write_bytes(b"0")
     engine = ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"]
     ran(fork("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", *engine, "--run-name", "run", ranks=2))
