@@ -2,10 +2,12 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +51,7 @@ from lib.rollout import (
 )
 from lib.run import Run, Validation
 from lib.run.goals import check_names
+from lib.run.run_config import describe_start
 from lib.sandbox import accept as accept_sandbox
 from lib.seeds import set_seed
 
@@ -62,12 +65,13 @@ ONLINE_FP8 = ("fp8", "fp8_per_tensor", ON_CPU, "fp8_per_block")  # vLLM quantize
 
 
 def join(args: ScriptArgs) -> World:
-    """Joins the job (init_distributed). An engine rank of --rollout-gpus does not come back: it runs its vLLM server
-    until the job is over."""
+    """Joins the job (init_distributed), whose ranks must have the same flags, code and files. An engine rank of
+    --rollout-gpus does not come back: it runs its vLLM server until the job is over."""
     set_seed(args.run.seed)  # the same on all ranks: a dataset class may draw which rows it keeps
     rollout = args.rollout
     engine_ranks = 0 if args.run.dry_run else rollout.rollout_gpus
-    world = init_distributed(args.run.stage_timeout, rollout.rollout_engine, engine_ranks)
+    describe = partial(describe_start, args, Path(sys.argv[0]))
+    world = init_distributed(args.run.stage_timeout, rollout.rollout_engine, engine_ranks, describe)
     if rollout.batch_invariant and not args.run.dry_run:
         use_batch_invariant_kernels(world.device)
     if world.rank >= world.size:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -343,7 +343,12 @@ def fork_module(module: str, *args: str, ranks: int = 1) -> subprocess.Completed
     return _ended([module, *args], ranks)
 
 
-def _ended(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
+def fork_each(*commands: list[str]) -> subprocess.CompletedProcess:
+    """One rank for each of these commands (`command` with launcher=[])."""
+    return _ended(commands, len(commands))
+
+
+def _ended(arguments: Sequence, ranks: int) -> subprocess.CompletedProcess:
     with started(arguments, ranks) as processes:
         for process in processes:
             process.join(600)
@@ -357,8 +362,10 @@ class Processes(list):
 
 
 @contextmanager
-def started(arguments: list[str], ranks: int = 1) -> Iterator[Processes]:
-    """What `fork` waits for; the processes that still run at the end are killed."""
+def started(arguments: Sequence, ranks: int = 1) -> Iterator[Processes]:
+    """What `fork` waits for; the processes that still run at the end are killed. arguments: of all ranks, or a list of
+    each."""
+    of_rank = [arguments] * ranks if isinstance(arguments[0], str) else arguments
     job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with tempfile.TemporaryDirectory() as captured:
         outputs = [[Path(captured, f"{name}{rank}") for name in ("stdout", "stderr")] for rank in range(ranks)]
@@ -368,7 +375,7 @@ def started(arguments: list[str], ranks: int = 1) -> Iterator[Processes]:
         for rank in range(ranks):
             launched = {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             env = environment() | ({} if ranks == 1 else launched)  # the fork server has the one of its own start
-            processes.append(FORKSERVER.Process(target=run_as_main, args=(arguments, outputs[rank], env)))
+            processes.append(FORKSERVER.Process(target=run_as_main, args=(of_rank[rank], outputs[rank], env)))
             processes[-1].start()
         try:
             yield processes
@@ -516,7 +523,9 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
         while not answers(url):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.3)
-        yield url, process
+        with pytest.MonkeyPatch.context() as patch:  # engines of the tests share it with runs
+            patch.setattr("lib.rollout.server_engine.LEASE_S", 0.0)
+            yield url, process
     finally:
         process.terminate()  # it ends its engine's process too, which a kill leaves behind
         process.wait(START_S)

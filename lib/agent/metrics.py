@@ -4,7 +4,7 @@ from collections import Counter
 from enum import Enum
 
 from lib.data_proto import DataProto
-from lib.distributed import Mean, Metric, Sum
+from lib.distributed import Mean, Metric, Sum, all_gather_lists
 
 OF_AGENTS = ("requests", "forks", "lost_prefixes", "tokens_reused", "tokens_reencoded", "cancelled", "ignored")
 OF_COMPACTION = ("compactions", "tokens_before", "tokens_after")
@@ -24,7 +24,7 @@ class FinishReason(Enum):
 
 
 def agent_metrics(batch: DataProto) -> dict[str, Metric]:
-    """This rank's metrics of a batch of episodes, for `reduce_metrics`; none for a batch of single turns.
+    """This rank's metrics of a batch of episodes, for `reduce_metrics`; none for a batch of single turns. A collective.
 
     Means are per episode, but timing_s/tool_call is per call. agent/tool_errors/<kind> counts calls answered with an
     error, and failures of create, calc_reward and release. agent/failed and agent/aborted are episodes that are not
@@ -67,10 +67,11 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
 
 
 def shared_states(batch: DataProto) -> list[bool]:
-    """Of each turn after an answer: whether another turn of its group began in the same state."""
+    """Of each turn after an answer: whether another turn of its group, on any rank, began in the same state. A
+    collective."""
     mask, states = batch.batch["response_mask"].bool(), batch.batch["anchor_states"]
     starts = mask.int().diff(prepend=mask[:, :1].int() * 0) == 1  # (B, T)
     begun = zip(batch.non_tensor_batch["uid"][starts.nonzero()[:, 0].tolist()], states[starts].tolist())
     later = [(uid, state) for uid, state in begun if state]
-    counts = Counter(later)
+    counts = Counter(all_gather_lists(later))
     return [counts[turn] > 1 for turn in later]

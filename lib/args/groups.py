@@ -349,7 +349,7 @@ class ValidationSet(NamedTuple):
 class ValidationArgs(Group):
     """Validation during training."""
 
-    val_files: Annotated[tuple[str, ...], MAY_CHANGE] = ()
+    val_files: Annotated[tuple[str, ...], MAY_CHANGE, FILES] = ()
     """as --train-files; empty, or none: no validation"""
     val_before_train: Annotated[bool, MAY_CHANGE] = True
     """validate before the first step"""

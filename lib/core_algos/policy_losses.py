@@ -327,15 +327,16 @@ TOKEN_MASKS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], str]] = {
 def compute_token_masks(masks: Mapping[str, Mapping], tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """The token masks (B, T) bool of a step, from its whole batch, gathered over the ranks.
 
-    masks: {name: settings}. tensors: the batch keys that TOKEN_MASKS names. Returns, as far as asked for, token_mask,
-    the product of top_entropy, m2po and off_policy_sequence; cov_keep of clip_cov, drawn by (seed, row number,
-    position); and cov_pick of kl_cov. Raises InputError as check_token_masks does."""
+    masks: {name: settings}. tensors: the batch keys that TOKEN_MASKS names, and group (B,). Returns, as far as asked
+    for, token_mask, the product of top_entropy, m2po and off_policy_sequence; cov_keep of clip_cov, drawn by (seed, row
+    id, position); and cov_pick of kl_cov. Raises InputError as check_token_masks does."""
     results: dict[str, Tensor] = {}
     for name, settings in masks.items():
         _lookup("token mask", TOKEN_MASKS, name)
         function, keys, key = TOKEN_MASKS[name]
-        valid = tensors["response_mask"]
-        drawn = {"row_ids": torch.arange(len(valid), device=valid.device), "seed": seed} if name == "clip_cov" else {}
+        drawn = {}
+        if name == "clip_cov":  # a row's id is its place in the order of groups: that of the gathered rows is by ranks
+            drawn = {"row_ids": tensors["group"].argsort(stable=True).argsort(), "seed": seed}
         compute = _bind(f"token mask {name!r}", function, settings, len(keys), tuple(drawn))
         mask = compute(*(tensors[k] for k in keys), **drawn)
         results[key] = results[key] & mask if key in results else mask
@@ -345,4 +346,4 @@ def compute_token_masks(masks: Mapping[str, Mapping], tensors: Mapping[str, Tens
 def check_token_masks(masks: Mapping[str, Mapping]) -> None:
     """Tries the masks on two tokens. Raises InputError for an unknown mask (it lists the names) or a bad setting."""
     keys = {key for _, keys, _ in TOKEN_MASKS.values() for key in keys}
-    compute_token_masks(masks, dict.fromkeys(keys, torch.ones(2, 1)), seed=0)
+    compute_token_masks(masks, dict.fromkeys(keys, torch.ones(2, 1)) | {"group": torch.arange(2)}, seed=0)

@@ -85,7 +85,9 @@ def all_reduce_max(value: int, device: torch.device) -> int:
 
 
 def all_gather_lists(values: list, group: dist.ProcessGroup | None = None) -> list:
-    """The concatenation of every rank's list, in the order of ranks."""
+    """The concatenation of every rank's list, in the order of ranks; without a process group, this list."""
+    if not dist.is_initialized():
+        return values
     gathered: list[list] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(gathered, values, group)
     return [value for part in gathered for value in part]

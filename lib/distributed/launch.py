@@ -4,6 +4,7 @@ import atexit
 import errno
 import gc
 import itertools
+import json
 import math
 import os
 import shlex
@@ -15,7 +16,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from os import _exit as end_process  # run() replaces os._exit
@@ -34,6 +36,7 @@ from lib.distributed.watchdog import current_stage, enter_stage, start_watching,
 
 T = TypeVar("T")
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files
+MOST_NAMED = 4  # ranks, and differences between their starts, in one line
 OVER = "over"  # the key in the job's store that tells engine ranks that no training rank needs them any more
 
 
@@ -61,15 +64,22 @@ class JobOver(Exception):
     """Ends an engine rank cleanly once the training ranks have finished."""
 
 
-def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_ranks: int = 0) -> World:
+def init_distributed(
+    stage_timeout: float = 0,
+    rollout_engine: str = "",
+    engine_ranks: int = 0,
+    describe: Callable[[bool], Mapping[str, Sequence[str]]] | None = None,
+) -> World:
     """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
 
     stage_timeout: seconds that a stage may take (watchdog.py); 0: no watcher. rollout_engine: the flag's value;
     NCCL is not kept on loopback if it names servers, which may be elsewhere. docs/security.md says what listens where.
     engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
     their GPU alone. On a CPU a process computes with one thread unless OMP_NUM_THREADS is set.
+    describe: what `check_equal_starts` compares, given whether this rank trains.
 
-    Raises InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process."""
+    Raises InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process; and on all
+    ranks if they were started differently."""
     global _job, _timeout
     env = os.environ
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
@@ -105,6 +115,9 @@ def init_distributed(stage_timeout: float = 0, rollout_engine: str = "", engine_
         start_watching(store.clone(), rank, size, stage_timeout)  # type: ignore[attr-defined]  # not in torch's stubs
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
     _job = _Job(store, rank, trainers, size)
+    if describe and size > 1:
+        start = {**describe(trains), "the device": (device.type, device.type)}
+        check_equal_starts(store, rank, size, start)  # first: a collective needs the same number of trainers everywhere
     if trains:
         # "fake" returns a rank's own values, as every collective of a single rank does, and it opens no port
         backend = "fake" if trainers == 1 else collective_backend(device)
@@ -173,6 +186,40 @@ def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
     return mine
 
 
+def check_equal_starts(store: dist.Store, rank: int, size: int, start: Mapping[str, Sequence[str]]) -> None:
+    """Raises InputError on every rank if one was started with other flags, code or files than rank 0.
+
+    start: {what: (text to show, what must be equal)}. What only one of two ranks has is not compared."""
+    store.set(f"start/{rank}", json.dumps(start))
+    if rank > 0:
+        verdict = store.get("start/verdict").decode()
+        store.set(f"start/{rank}/read", "")
+    else:
+        verdict = _different_starts([json.loads(store.get(f"start/{r}")) for r in range(size)])
+        store.set("start/verdict", verdict)
+        with suppress(dist.DistStoreError):  # the store may be in this process, which is about to end
+            store.wait([f"start/{r}/read" for r in range(1, size)], timedelta(seconds=10))
+    if verdict:
+        advice = "start all ranks with the same flags, code and files (docs/scaling.md)"
+        raise InputError(f"the ranks were started differently: {verdict}: {advice}")
+
+
+def _different_starts(starts: list[dict[str, list[str]]]) -> str:
+    """What differs from the first rank's start, and on which ranks; "" if nothing does."""
+    found = []
+    for what, (shown, same) in starts[0].items():
+        others = defaultdict(list)
+        for rank, start in enumerate(starts):
+            if what in start and start[what][1] != same:
+                others[start[what][0]].append(str(rank))
+        for other, ranks in others.items():
+            where = f"rank {', '.join(ranks[:MOST_NAMED])}" + " and more" * (len(ranks) > MOST_NAMED)
+            known = f"{what} {shown}".strip()
+            is_other = f"{what} is {other} on {where}, {shown} on rank 0"
+            found.append(is_other if other != shown else f"{known} holds something else, or is missing, on {where}")
+    return "; ".join(found[:MOST_NAMED]) + f"; and {len(found) - MOST_NAMED} more" * (len(found) > MOST_NAMED)
+
+
 def run(main: Callable[[T], None], args: T) -> None:
     """Runs `main(args)`. An InputError is shown as one line (once a node), without a traceback; the exit code is 2.
 
@@ -232,7 +279,8 @@ def _run(main: Callable[[T], None], args: T) -> None:
             time.sleep(2)  # launchers blame the first to end: not a rank that fails because another is gone
             if isinstance(error, dist.DistError) or "by peer" in str(error):  # the latter is Gloo's RuntimeError
                 traceback.print_exc()
-                _end_with(f"another rank has ended; its own message says why ({str(error).partition('. ')[0]})")
+                why = "its own message says why, or it has none and was killed (kill -9, out of memory: see dmesg)"
+                _end_with(f"another rank has ended: {why} ({str(error).partition('. ')[0]})")
         get_error_handler().record_exception(error)
         raise
     finally:

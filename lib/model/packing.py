@@ -156,7 +156,9 @@ def _of_group(
             record(chosen_experts(model))
         return TakeOwn.apply(results, own, group).unbind(1), own_target
 
+    whole = inputs["input_ids"].shape[1]
     inputs, tokens = _share_of_tokens(inputs, group)
+    model.real_tokens = slice(max(whole - rank * tokens, 0))  # the padding is at the end
     here = select // tokens == rank  # (n,): whether this rank runs the token
     runner = select[own] // tokens
     send, receive = (ranks.bincount(minlength=group.size()).tolist() for ranks in (owner[here], runner))
@@ -223,10 +225,14 @@ def _response_inputs(
             positions = rope[0, places[:, :1]] + torch.arange(places.shape[1])  # they count on in padding
         inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
         place, select, token = torch.where(place < 0, -1, back[place]), back[select], token[places]  # (S, l)
+    model.real_tokens = slice(None)
+    if not padding_free:
+        padding = F.pad(places[:, 1:] == places[:, :-1], (1, 0)).flatten()
+        model.real_tokens = _to(device, (~padding).nonzero()[:, 0])
     if len(recorded):
         inputs[ROUTES] = routes_of_tokens(list(recorded), attention, token.flatten())
         if not padding_free:  # whose experts do not matter
-            inputs[ROUTES][F.pad(places[:, 1:] == places[:, :-1], (1, 0)).flatten()] = -1
+            inputs[ROUTES][padding] = -1
     tower = batch.meta_info.get("run_tower", ())
     # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
     seen, shape = torch.zeros_like(ids, dtype=torch.bool), inputs["input_ids"].shape

@@ -40,6 +40,7 @@ def hook_routers(model: PreTrainedModel) -> None:
     and model.route_layers, the numbers of their layers. Call it before `shard_model`."""
     kind = ROUTERS.get(model.config.get_text_config().model_type)
     model.routers, model.route_layers = (), ()
+    model.real_tokens = slice(None)  # of the last forward, the tokens that are no padding: a slice or indices
     for name, router in list(model.named_modules()):
         if type(router).__name__ == kind:
             path, _, number = name.rpartition(".mlp.")[0].rpartition(".")  # ....layers.3.mlp.gate
@@ -73,7 +74,7 @@ def _routed(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...
     router.chosen, router.differs = selection.chosen, selection.differs
     with torch.no_grad():
         log_p = outputs[0].detach().float().log_softmax(-1)  # (N, experts), of the router's logits
-        router.entropy = Mean(-(log_p.exp() * log_p).sum(), len(log_p))
+        router.entropies = -(log_p.exp() * log_p).sum(-1)  # (N,)
     return outputs
 
 
@@ -172,11 +173,12 @@ class RoutingMetrics:
         """After a forward."""
         routers = getattr(model, "routers", ())  # a script's own model has none
         for router in routers:
-            add_metrics(self.sums, {"router/entropy": router.entropy})
+            entropies = router.entropies[model.real_tokens]
+            add_metrics(self.sums, {"router/entropy": Mean(entropies.sum(), len(entropies))})
             if router.differs is not None:
                 add_metrics(self.sums, {"router/differing_experts": router.differs})
         if routers:
-            chosen = chosen_experts(model).transpose(0, 1).flatten(1).long()  # (layers, N k)
+            chosen = chosen_experts(model)[model.real_tokens].transpose(0, 1).flatten(1).long()  # (layers, N k)
             counts = chosen.new_zeros(len(chosen), routers[0].num_experts)
             self.loads = self.loads + counts.scatter_add(1, chosen, torch.ones_like(chosen)).double()
 

@@ -51,6 +51,7 @@ class UpdateChecks:
 
     loss: LossFlags | None = None
     on_policy: bool = False  # whether the weights are those that sampled the batch
+    version: int = -1  # of these weights, as in weight_versions
     _sums: dict[str, Tensor] = field(default_factory=dict)  # of this update
     _has_gradient: bool = False
     _watched: list[tuple] = field(default_factory=list)
@@ -125,11 +126,14 @@ class UpdateChecks:
             wanted = agg_loss(counts * correction, mask, self.loss.agg_mode, **whole, loss_scale_factor=scale)
             self._add(weight=weight.where(counts, 0).sum(), wanted=wanted)
             self._add(tokens_counted=counted.sum(), rows_counted=counted.any(1).sum())
-            if "weight_versions" not in t:  # else older weights may have sampled it
-                mask = mask & t["is_fresh"][:, None]
-                surprise, mismatch = log_probs + entropy, (log_probs - t["rollout_log_probs"]).abs()
-                sums = (x.where(mask, 0).sum() for x in (surprise, entropy, mismatch))  # an index would wait for a GPU
-                self._add(sampled=mask.sum(), **dict(zip(("surprise", "entropy", "mismatch"), sums)))
+            mask = mask & t["is_fresh"][:, None]
+            sampled = {"mismatch": (log_probs - t["rollout_log_probs"]).abs()}
+            if "weight_versions" in t:  # of servers, where older weights may have sampled it
+                mask = mask & (t["weight_versions"] == self.version)
+            else:
+                sampled |= {"surprise": log_probs + entropy, "entropy": entropy}
+            sums = {name: x.where(mask, 0).sum() for name, x in sampled.items()}  # an index would wait for a GPU
+            self._add(sampled=mask.sum(), **sums)
 
     @torch.no_grad()
     def end(self) -> dict[str, Metric]:

@@ -22,7 +22,7 @@ from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data import response_texts
 from lib.data_proto import DataProto
-from lib.distributed import Max, Metric, Sum
+from lib.distributed import Max, Metric, Sum, all_gather_lists
 from lib.reward.scorers import Scorer
 from lib.rollout import NoRecorder
 from lib.sandbox import ARGUMENTS, LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
@@ -30,7 +30,7 @@ from lib.sandbox.pool import Pool
 from lib.seeds import seeded
 
 SHADOW = "shadow/"  # begins the names of values that nothing is trained on
-ALWAYS = 16  # responses; a scorer that has failed on this many, and never succeeded, stops the run
+ALWAYS = 16  # responses; a scorer that has failed on this many, on all ranks, and never succeeded, stops the run
 
 
 @dataclass(eq=False)
@@ -56,6 +56,7 @@ class RewardManager:
             self._start()
         self._scored: set[str] = set()  # names of scorers that have given a score
         self._failures: Counter = Counter()  # counts by (name, kind)
+        self._last_failure: dict[str, str] = {}  # by name
         self._numbers: set[str] = set()  # keys that scorers have given numbers for
         self._dropped_keys: set[tuple[str, str]] = set()  # (name, key)
 
@@ -145,9 +146,20 @@ class RewardManager:
             where = f"scorer {name}, {_describe(sample)}"
             print(f"reward: {kind} in {where}; the next are only counted\n{text}", flush=True)
         self._failures[name, kind] += 1
-        failures = sum(count for (of, _), count in self._failures.items() if of == name)
-        if name not in self._scored and failures >= ALWAYS:
-            raise InputError(f"scorer {name} failed on all of its first {failures} responses, the last with\n{text}")
+        self._last_failure[name] = text
+
+    def _stop_if_none_works(self) -> None:
+        """Raises InputError, on all ranks, if a scorer has failed on all responses so far, ALWAYS or more over all
+        ranks. A collective until each scorer has given a score on some rank."""
+        if self._scored.issuperset(names := [scorer.name for scorer in self.scorers]):
+            return
+        ranks = all_gather_lists([(self._scored, self._failures, self._last_failure)])
+        self._scored = set.union(*(scored for scored, _, _ in ranks))
+        for name in names:
+            number = sum(count for _, failures, _ in ranks for (of, _), count in failures.items() if of == name)
+            if name not in self._scored and number >= ALWAYS:
+                text = next(last[name] for _, _, last in ranks if name in last)
+                raise InputError(f"scorer {name} failed on all of its first {number} responses, one with\n{text}")
 
     def _dropped(self, name: str, key: str, value) -> None:
         if (name, key) not in self._dropped_keys and len(self._dropped_keys) < ALWAYS:
@@ -198,8 +210,9 @@ class PendingScores:
         """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at each row's last trained
         token; the scorer's other keys, each a list of B values, None where it gave none; and the metrics
         reward/timeout_count, crash_count, error_count and dropped_key_count (values that unfit() refuses). With several
-        scorers, each gives its own score as <name>, also when it failed, and its keys as <name>/<key>, but "pred".
-        Raises InputError if a scorer failed on all of its first 16 responses, RuntimeError if the pool is gone."""
+        scorers, each gives its own score as <name>, also when it failed, and its keys as <name>/<key>, but "pred". A
+        collective. Raises InputError (on all ranks) if a scorer failed on all responses so far, 16 or more over all
+        ranks, RuntimeError if the pool is gone."""
         manager, failed, of_others = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0), 0
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
         lengths = [len(rows) for _, rows in self.calls]
@@ -216,6 +229,7 @@ class PendingScores:
                     failed[kind] += 1
                     results[k, row] = {"score": math.nan if manager.failure_score is None else manager.failure_score}
                     manager._failed(name, kind, self.samples[row], value)
+        manager._stop_if_none_works()
         scores = torch.zeros(len(self.mask))
         extras: dict[str, list] = defaultdict(lambda: [None] * len(self.mask))
         several = len(manager.scorers) > 1

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,14 @@ class Rewards:
 
     @timed("reward")
     def submit(self, batch: DataProto, step: int) -> "PendingRewards":
-        """Starts the scorers, in other processes, on the responses of `batch`. Its groups must be whole on a rank."""
+        """Starts the scorers, in other processes, on the responses of `batch`. A collective. Raises InputError if a
+        scorer gets groups and one is not whole on a rank."""
+        managers = [manager for manager in (self.manager, self.shadow) if manager is not None]
+        if of_groups := [scorer.name for manager in managers for scorer in manager.scorers if scorer.form == "group"]:
+            of_ranks = Counter(uid for uids in all_gather_lists([{*batch.non_tensor_batch["uid"]}]) for uid in uids)
+            if split := sorted(str(uid) for uid, ranks in of_ranks.items() if ranks > 1):
+                why = f"{of_groups[0]} scores whole groups, and group {split[0]} has rows on two ranks"
+                raise InputError(f"scorer {why}: keep the rows of a uid on one rank until submit(batch)")
         shadow = self.shadow.submit(batch, step) if self.shadow is not None else None
         return PendingRewards(self, self.manager.submit(batch, step), batch.batch["responses"], shadow)
 

@@ -4,15 +4,19 @@ import asyncio
 import base64
 import copy
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import NamedTuple, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -37,6 +41,7 @@ NEUTRAL |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 GENERATE = "/inference/v1/generate"
 # vLLM sends an image to its engine process once. If a pause ends that request before, those after it fail, each once
 PICTURE_ATTEMPTS = 3
+LEASE_S = 900.0  # from a sync of weights; a longer step may lose the servers to another run, and says so
 STOP_S = 0.5  # longest gap between the answers of requests that a pause has stopped; later ones are sampled again
 T = TypeVar("T")
 ATTEMPTS = 3  # to give the managed servers weights
@@ -83,12 +88,34 @@ class ServerEngine(RolloutEngine):
         self._open.set()
         self._ended = threading.Event()  # a response has
         self._given: tuple[PreTrainedModel, int]
+        here, folder = own is not None and is_on_one_node(), folder.resolve()
+        self.weights = ServerWeights(self.servers, folder, dtype, here=here)
+        self._lease = {"run": str(folder.parent), "host": socket.gethostname(), "pid": os.getpid()}
+        on_first_rank(lambda: self._take_lease(LEASE_S))  # before anything disturbs another run
         for url in self.servers.urls:
             self._check_server(url, max_length)
             if processor is not None:
                 self._check_takes_images(url)
         self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
-        self.weights = ServerWeights(self.servers, folder.resolve(), dtype, here=own is not None and is_on_one_node())
+
+    def _take_lease(self, seconds: float) -> None:
+        """Takes or renews the lease on servers that the job did not start, if they have vllm_weights.py's extension: a
+        second run would change their weights. A run that is resumed, or has ended on this host, has none any more.
+        Raises InputError."""
+        if self.own is not None or self.weights.way == "reload_weights":
+            return
+        for url in self.servers.urls:
+            take = partial(self.servers.on_workers, url, "take_lease", ours=self._lease, seconds=seconds)
+            [holder, *_] = take().result()["results"]
+            if holder is None:
+                continue
+            gone = holder["pid"] == os.getpid() or not psutil.pid_exists(holder["pid"])
+            if holder["run"] == self._lease["run"] or (gone and holder["host"] == self._lease["host"]):
+                take(over=holder).result()
+                continue
+            who = f"the run {holder['run']} (pid {holder['pid']} on {holder['host']}) uses this server"
+            how = f"end that run, or start another server; a run that was killed has it for {LEASE_S:.0f} s"
+            raise InputError(f"--rollout-engine {url}: {who}: {how}")
 
     def _check_server(self, url: str, max_length: int) -> None:
         served = self.servers.ask(url, "GET", "/v1/models")["data"][0]
@@ -118,6 +145,7 @@ class ServerEngine(RolloutEngine):
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Gives the servers the trainer's weights. Responses in progress go on with them. A collective."""
+        on_first_rank(lambda: self._take_lease(LEASE_S))
         stream = CheckedStream(model, self.dtype)
         self._on_loop(self._open.clear)
         self.version = None  # until the sync has succeeded
@@ -177,6 +205,9 @@ class ServerEngine(RolloutEngine):
 
     def close(self) -> None:
         self.weights.leave()
+        if dist.get_rank() == 0:
+            with suppress(InputError):  # a server that is gone has none
+                self._take_lease(seconds=0.0)
         self.servers.close()
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:

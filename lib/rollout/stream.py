@@ -192,6 +192,7 @@ class Rollouts:
             metrics = sync_weights(self.engine, actor.module, version, **limits)
             return DataProto(meta_info=dict(metrics))
 
+        actor.checks.version = version
         return self.recorder.record("sync", verified).meta_info
 
     @timed("rollout")

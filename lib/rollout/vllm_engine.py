@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any, get_args
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, compute_device, new_cpu_subgroup
+from lib.distributed import all_gather_lists, broadcast, compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
@@ -168,7 +169,7 @@ class VLLMEngine(SteppedEngine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if not on_gpu:
-            _prepare_for_cpu()
+            _prepare_for_cpu(name := broadcast(f"plainrl-{uuid4().hex}"))
         import vllm
 
         from lib.rollout import vllm_weights  # noqa: F401  the import registers the backend
@@ -188,6 +189,10 @@ class VLLMEngine(SteppedEngine):
                 raise
             raise InputError(f"--vllm-kwargs {json.dumps(dict(more))}: vLLM refuses them: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
+        if not on_gpu:
+            dist.barrier()  # all ranks have it open: whatever ends the run leaves none behind
+            for file in Path("/dev/shm").glob(f"{name}-*"):
+                file.unlink(missing_ok=True)
         self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
         self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), start["max_length"]
         self.shared = ranks > 1
@@ -365,7 +370,8 @@ def own_generators(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices, device_type=device.type)
 
 
-def _prepare_for_cpu() -> None:
+def _prepare_for_cpu(name: str) -> None:
+    """name: of the engine's shared memory."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     import vllm.v1.sample.sampler as sampler
@@ -373,10 +379,22 @@ def _prepare_for_cpu() -> None:
     counter = sampler.batched_count_greater_than  # uncompiled: saves a C++ compilation of many seconds
     sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
     _rotate_heads_on_cpu()
+    _name_shared_memory(name)
     # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s import,
     # makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
     if llvm := sys.modules.get("llvmlite.binding.ffi"):
         llvm.lib._fntab["__dict__"] = {}
+
+
+def _name_shared_memory(name: str) -> None:
+    """Under a launcher vLLM for CPUs gives the shared memory of an engine of several ranks the same name in each job: a
+    second job would meet the first one's, or what a killed one has left behind."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+
+    def own_name(group: Any) -> str:
+        return f"{name}-{group.unique_name}-{'-'.join(map(str, group.ranks))}"
+
+    SharedMemory.make_group_name = staticmethod(own_name)
 
 
 def _rotate_heads_on_cpu() -> None:

@@ -6,6 +6,7 @@ a CPU, where vLLM's own do not. There two of vLLM's caches silently survive a re
 copy of a tied output head, and the packed experts of a mixture."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,6 +186,15 @@ class WorkerExtension:
     def weight_transfer_backend(self) -> str | None:
         config = self.vllm_config.weight_transfer_config
         return config and config.backend
+
+    def take_lease(self, ours: dict, seconds: float, over: dict | None = None) -> dict | None:
+        """Lends the server to the run `ours` for so many seconds. Returns None, or the other run, but not `over`, that
+        has it."""
+        holder, until = getattr(self, "_lease", (None, 0.0))
+        if holder not in (None, ours, over) and time.monotonic() < until:
+            return holder
+        self._lease = ours, time.monotonic() + seconds
+        return None
 
     def reload_from(self, weights_path: str) -> None:
         """vLLM's reload_weights, which would leave stale caches on a CPU and lose weights of gpt-oss; this does not."""

@@ -25,8 +25,8 @@ from lib.rollout.engine import ImageProbe, RolloutEngine
 PROBE_TOKENS = 24  # after the image of a probe
 
 
-class WeightSyncError(RuntimeError):
-    """The rollout engine does not hold the trainer's weights."""
+class WeightSyncError(InputError):
+    """The rollout engine does not hold the trainer's weights: shown as one line."""
 
 
 class UnsupportedAdapter(InputError):
@@ -75,7 +75,7 @@ def sync_weights(
         check_mismatch(difference.k3, max_mismatch, f"{where} after step {version}")
         if not difference.mean <= tolerance:
             what = f"engine and trainer differ by {difference.mean:.3g} nats {where} (allowed: {tolerance:g})"
-            why = "the engine got the weights and does not compute with them"
+            why = "the engine got the weights and does not compute with them (a server must serve one run only)"
             raise WeightSyncError(f"weight sync to version {version} failed: {what}; {why}")
     engine.verified = {"rollout/canary_logp_diff": max(difference.mean for difference in differences.values())}
     return engine.verified

@@ -13,6 +13,7 @@ torch.distributed.checkpoint (DCP), so another number of ranks can load them. Ev
   `.metadata` is a pickle, but only DCP's own classes are unpickled.
 """
 
+import hashlib
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
@@ -45,6 +46,7 @@ from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import (
+    all_gather_lists,
     broadcast,
     device_rng_state,
     device_setter,
@@ -88,7 +90,7 @@ def save_checkpoint(
         config: a resume compares its own config with this one (lib/run/run.py).
 
     Raises:
-        TypeError: a scheduler's state or `trainer_state` would come back from JSON as something else.
+        InputError: a scheduler's state or `trainer_state` would come back from JSON as something else.
         InputError (from the future, on every rank): a rank could not write (the disk is full), the ranks do not see the
             same folder, or DataProto.save_to_disk cannot write a batch. The unfinished folder is removed.
     """
@@ -423,10 +425,54 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     set_device_rng_state(state.get("device"))
 
 
+def check_state(states: Mapping[str, Mapping[str, Any]], batches: Mapping[str, DataProto]) -> None:
+    """Raises InputError, on all ranks, for what a script keeps and would not get back: values that JSON changes, and
+    those that differ between ranks, because rank 0's are saved. states: by name, each from a state_dict(). A
+    collective."""
+    kept = {f"stateful[{name!r}]: {key}": value for name, state in states.items() for key, value in state.items()}
+    kept |= {f"batches[{name!r}]": rows for name, rows in batches.items()}
+    found = {what: inexact(value, what) or _digest(value) for what, value in kept.items()}
+    ranks = all_gather_lists([found])
+    for what in dict.fromkeys(what for of_rank in ranks for what in of_rank):
+        of_ranks = [of_rank.get(what) for of_rank in ranks]
+        if why := next((text for text in of_ranks if text and text.startswith(what)), None):
+            raise InputError(why)
+        if other := [str(rank) for rank, digest in enumerate(of_ranks) if digest != of_ranks[0]]:
+            why = f"{what} is another on rank {', '.join(other)} than on rank 0, whose state is saved"
+            raise InputError(f"{why}: keep the same on all ranks (sum or gather over ranks)")
+
+
+def inexact(value: Any, where: str) -> str | None:
+    """Why the value, which is at `where`, would come back from JSON as something else; None if it would not."""
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        if kinds := sorted({type(key).__name__ for key in value if not isinstance(key, str)}):
+            return f"{where} has {kinds[0]} keys; JSON needs text"
+        inner = ((f"{where}.{key}", part) for key, part in value.items())
+    elif isinstance(value, list):
+        inner = ((f"{where}[{i}]", part) for i, part in enumerate(value))
+    elif not isinstance(value, str | int | float | None | DataProto):
+        return f"{where} is a {type(value).__name__}; JSON needs numbers, text, lists and dicts"
+    elif value != value:
+        return f"{where} is nan, which equals nothing after a resume"
+    return next(filter(None, (inexact(part, there) for there, part in inner)), None)
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.sha256()
+    if isinstance(value, DataProto):
+        for name, rows in sorted(value.batch.items() if value.batch is not None else ()):
+            digest.update(f"{name} {rows.dtype} {[*rows.shape]}".encode())
+            digest.update(rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        value = {name: [x for x in rows if isinstance(x, str | int)] for name, rows in value.non_tensor_batch.items()}
+    digest.update(json.dumps(value, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
 def _exact_json(trainer: dict[str, Any]) -> str:
     for part in ("schedulers", "trainer_state"):
-        if json.loads(json.dumps(trainer[part])) != trainer[part]:  # a tuple, an integer key, NaN
-            raise TypeError(f"checkpoint: {part} changes in a JSON round trip: {trainer[part]!r}")
+        if why := inexact(trainer[part], part):
+            raise InputError(f"checkpoint: {why}")
     return json.dumps(trainer, indent=1)
 
 

@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from lib import InputError
 from lib.core_algos import zero_variance_rows
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, Min, Sum, token_means
+from lib.distributed import Max, Mean, Metric, Min, Sum, all_gather_lists, token_means
 from lib.reward.manager import SHADOW
 from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
@@ -37,7 +38,7 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, Metric]:
 
 
 def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metric]:
-    """This rank's metrics of a training batch, for `reduce_metrics`. All rows of one uid must be on one rank.
+    """This rank's metrics of a training batch, for `reduce_metrics`; groups are those of all ranks. A collective.
 
     Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and, if the batch has
     them, advantages and valid_mask (B, T), and finish_reason ("length" = clipped).
@@ -66,36 +67,50 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     if (advantages := tensors.get("advantages", None)) is not None:
         metrics |= _spread("advantages", advantages[tensors["valid_mask"].bool()])
 
-    def groups_of(values: list) -> list[list]:
-        groups = defaultdict(list)
-        for uid, value in zip(batch.non_tensor_batch["uid"][alive.cpu().numpy()], values):
-            groups[uid].append(value)
-        return [group for group in groups.values() if len(group) > 1]
-
-    several = groups_of(scores.tolist())
-    of_scores = tensors["token_level_scores"], trained, batch.non_tensor_batch["uid"], tensors.get("reward_components")
-    equal = zero_variance_rows(*of_scores)[alive].tolist()
+    own, uids = alive.cpu().numpy(), batch.non_tensor_batch["uid"]
+    sources = list(batch.non_tensor_batch.get("data_source", uids)[own])
+    parts = tensors["reward_components"][alive].tolist() if "reward_components" in tensors else [None] * len(scores)
+    rows = all_gather_lists(list(zip(uids[own], scores.tolist(), parts, sources)))
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number, (uid, *_) in enumerate(rows):
+        groups[uid].append(number)
+    several = [group for group in groups.values() if len(group) > 1]
+    equal = _without_signal(rows)
     if "data_source" in batch.non_tensor_batch:
-        sources = list(batch.non_tensor_batch["data_source"][alive.cpu().numpy()])
-        metrics |= _by_source(sources, scores, lengths[alive], groups_of([*zip(sources, equal)]))
-    metrics["reward/zero_variance"] = Mean(sum(map(all, groups_of(equal))), len(several))
-    metrics["reward/all_right"] = Mean(sum(min(g) > correct_above for g in several), len(several))
-    metrics["reward/all_wrong"] = Mean(sum(max(g) <= correct_above for g in several), len(several))
+        metrics |= _by_source(sources, scores, lengths[alive], [(rows[g[0]][3], equal[g[0]]) for g in several])
+    of_all = [[rows[number][1] for number in group] for group in several]
+    metrics["reward/zero_variance"] = Mean(sum(equal[group[0]] for group in several), len(several))
+    metrics["reward/all_right"] = Mean(sum(min(g) > correct_above for g in of_all), len(several))
+    metrics["reward/all_wrong"] = Mean(sum(max(g) <= correct_above for g in of_all), len(several))
     return metrics
 
 
-def _by_source(sources: list, scores: torch.Tensor, lengths: torch.Tensor, groups: list[list]) -> dict[str, Metric]:
-    """sources, scores, lengths: of each alive row. groups: (source, whether scores are equal) of the rows of each."""
+def _without_signal(rows: list[tuple[str, float, list[float] | None, str]]) -> list[bool]:
+    """Whether the group of each row (uid, score, its components, source) has equal scores."""
+    if not rows:
+        return []
+    uids, scores, parts, _ = zip(*rows)
+    column = torch.tensor(scores)[:, None]  # (B, 1)
+    components = torch.tensor(parts) if parts[0] is not None else None
+    return zero_variance_rows(column, torch.ones_like(column), np.array(uids, dtype=object), components).tolist()
+
+
+def _by_source(
+    sources: list, scores: torch.Tensor, lengths: torch.Tensor, groups: list[tuple[str, bool]]
+) -> dict[str, Metric]:
+    """sources, scores, lengths: of each alive row. groups: the source of each on all ranks, and whether its scores are
+    equal."""
     metrics: dict[str, Metric] = {}
     for source in sorted({*sources}):
         own = [row for row, name in enumerate(sources) if name == source]
-        alike = [equal for [(name, equal), *_] in groups if name == source]
         metrics |= {
             f"source/{source}/rows": Sum(len(own)),
             f"source/{source}/reward": Mean(scores[own].double().sum().item(), len(own)),
             f"source/{source}/response_length": Mean(lengths[own].sum().item(), len(own)),
-            f"source/{source}/zero_variance": Mean(sum(alike), len(alike)),
         }
+    for source in sorted({name for name, _ in groups}):
+        alike = [same for name, same in groups if name == source]
+        metrics[f"source/{source}/zero_variance"] = Mean(sum(alike), len(alike))
     return metrics
 
 

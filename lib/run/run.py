@@ -113,7 +113,7 @@ class Run:
             state = checkpoints.load_checkpoint(self.checkpoint, **_of_checkpoint(models))
             batches = checkpoints.load_batches(self.checkpoint)
             for place in [place for place in batches if "." in place]:
-                name, key = place.split(".")
+                name, _, key = place.partition(".")
                 state[name][key] = batches.pop(place)
             if self.new_data:
                 started = {key: value for key, value in state["loader"].items() if key == "last_started"}
@@ -188,17 +188,20 @@ class Run:
     def save(self, step: int, models: Models, stateful: Mapping[str, Any], batches: Batches | None = None) -> None:
         """Saves a checkpoint if one is due, or if this is the best of --keep-best. Training goes on while it is
         written; the next save raises what went wrong. The samples of its steps are on the disk before it is. A
-        collective.
+        collective. In the first step and at each save, it raises InputError for state that a resume would not get back.
 
         batches: rows that the next step needs, the same on all ranks."""
         self._stop_if_reached(step)
-        if not self._is_better(step) and not self._is_due(self.args.save_every, step):
+        is_due = self._is_better(step) or self._is_due(self.args.save_every, step)
+        if not is_due and step != self.step + 1:
+            return
+        batches, found = dict(batches or {}), _states(_with_loss_scales(stateful, models), batches or ())
+        checkpoints.check_state(found, batches)
+        if not is_due:
             return
         self._wait_for_writers()
         states: dict[str, Any] = {"step": step, "best": self.best}
-        batches = dict(batches or {})
-        for name, part in _with_loss_scales(stateful, models).items():
-            state = part.state_dict()
+        for name, state in found.items():
             rows = {key: value for key, value in state.items() if isinstance(value, DataProto)}
             batches |= {f"{name}.{key}": value for key, value in rows.items()}
             states[name] = {key: value for key, value in state.items() if key not in rows}
@@ -311,6 +314,21 @@ class Run:
 def _with_loss_scales(stateful: Mapping[str, Any], models: Models) -> dict[str, Any]:
     scales = {f"{name}_loss_scale": model.loss_scale for name, model in models.items()}
     return dict(stateful) | {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def _states(stateful: Mapping[str, Any], batches: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The state of each object. Raises InputError for what is no such object, and for a name that cannot be saved."""
+    for name in (*stateful, *batches):
+        if "." in name or name in ("step", "best"):
+            raise InputError(f"run.save: {name!r} cannot be the name of a state: give another, without a dot")
+    states = {}
+    for name, part in stateful.items():
+        if missing := [method for method in ("state_dict", "load_state_dict") if not hasattr(part, method)]:
+            raise InputError(f"stateful[{name!r}], a {type(part).__name__}, has no {missing[0]}()")
+        states[name] = part.state_dict()
+        if not isinstance(states[name], dict) or not all(isinstance(key, str) for key in states[name]):
+            raise InputError(f"stateful[{name!r}]: state_dict() must return a dict with text as keys")
+    return states
 
 
 def _of_checkpoint(models: Models) -> dict[str, Any]:

@@ -7,8 +7,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import platform
 import re
+import shlex
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +27,9 @@ if TYPE_CHECKING:
 
 # keys of config.json that are not flags; "script" is compared like a flag
 NO_FLAGS = {"contents", "history", "start", "effective", "no_effect"}
+RANK_0_COUNTS = {"run_name", "config"}  # flags that may differ between ranks; the flags in a config may not
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "math-verify")
+ROOT, STANDARD_LIBRARY = Path(__file__).parents[2], sysconfig.get_path("stdlib")
 
 
 def describe_run(args: DataclassInstance, script: Path) -> dict[str, Any]:
@@ -31,6 +40,39 @@ def describe_run(args: DataclassInstance, script: Path) -> dict[str, Any]:
         del named["train_files"]  # it reads none
     contents = {name: digest_of(redact_values(value)) for name, value in sorted(named.items())}
     return {"script": script.name, **flags, "contents": contents}
+
+
+def describe_start(args: DataclassInstance, script: Path, trains: bool) -> dict[str, tuple[str, str]]:
+    """{what: (text to show, what must be equal on all ranks)}: flags, code and packages; of files that flags name the
+    contents. A rank that does not train (`trains`) needs no files. Raises InputError for a file that cannot be read."""
+    start = {"the script": (script.name, digest_of(str(script)))}
+    files = _named_files(args)
+    try:
+        for name, value, _ in walk(args):
+            value = redact_values(value)
+            shown = shlex.join(map(str, value if isinstance(value, list) else [value])) or "''"
+            if name not in RANK_0_COUNTS and (trains or name not in files):
+                start[as_flag(name)] = (shown, digest_of(value) if name in files else shown)
+        for name, file in _loaded_code():
+            start[name] = ("", digest_of(str(file)))
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    versions = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return start | {name: (number, number) for name, number in versions.items()}
+
+
+def _loaded_code() -> Iterator[tuple[str, Path]]:
+    """(name, file) of plainrl's code, and of what else is imported that is neither a package nor Python's."""
+    code = [file for folder in ("lib", "rewards") for file in sorted((ROOT / folder).rglob("*.py"))]
+    yield from ((str(file.relative_to(ROOT)), file) for file in code)
+    for name, module in sorted(sys.modules.items()):
+        file = Path(getattr(module, "__dict__", {}).get("__file__") or "")
+        installed = {"site-packages", "dist-packages"} & {*file.parts} or file.is_relative_to(STANDARD_LIBRARY)
+        if name != "__main__" and file.suffix == ".py" and file.is_file() and not installed and file not in code:
+            yield f"the module {name}", file
 
 
 def code_files(args: DataclassInstance, script: Path) -> dict[str, Path]:
@@ -195,9 +237,16 @@ def digest_of(value: str | list[str]) -> str:
 
 
 def _texts(value: str | list[str]) -> list[str]:
-    """The texts of a flag's value; two of "bash:FOLDER path/to/file.py:name"."""
-    texts = [value] if isinstance(value, str) else value
-    return [part for text in texts for part in (text.split(" ", 1) if text.startswith("bash:") else [text])]
+    """The texts of a flag's value; two of "bash:FOLDER path/to/file.py:name", the words of a command with a program."""
+    return [part for text in ([value] if isinstance(value, str) else value) for part in _parts(text)]
+
+
+def _parts(text: str) -> list[str]:
+    if text.startswith("bash:"):
+        return text.split(" ", 1)
+    words = text.split()
+    is_command = len(words) > 1 and any(word.endswith(".py") and Path(word).is_file() for word in words)
+    return words if is_command else [text]
 
 
 def _path_and_name(text: str) -> tuple[str, str]:

@@ -173,7 +173,7 @@ def make_extras(names, old, advantages, mask, seed):
     """The extra tensors of the whole mini-batch."""
     g = torch.Generator().manual_seed(seed)
     masks = {"clip_cov": {"ratio": 0.3, "cov": (-0.5, 1.0)}, "kl_cov": {"ratio": 0.3}}
-    batch = {"old_log_probs": old, "advantages": advantages, "response_mask": mask}
+    batch = {"old_log_probs": old, "advantages": advantages, "response_mask": mask, "group": torch.arange(len(mask))}
     extras = pl.compute_token_masks(masks, batch, seed)
     extras["rollout_log_probs"] = old + 0.5 * torch.randn(old.shape, generator=g, dtype=torch.float64)
     return {name: extras[name].double() for name in names}
@@ -472,7 +472,7 @@ def test_masks_equal_the_loop_in_every_layout(seed):
 
     chosen = {"top_entropy": {"fraction": 0.3}, "m2po": {"threshold": 0.3}, "off_policy_sequence": {"delta": 0.1}}
     tensors = {"rollout_log_probs": old, "old_log_probs": new, "advantages": advantages, "entropys": entropys}
-    tensors["response_mask"] = mask
+    tensors |= {"response_mask": mask, "group": torch.arange(len(mask)) // 2}
     for names in ([], ["m2po"], ["top_entropy", "off_policy_sequence"], list(chosen)):
         found = pl.compute_token_masks({name: chosen[name] for name in names}, tensors, seed)
         assert list(found) == ["token_mask"][: len(names)]
@@ -483,7 +483,21 @@ def test_masks_equal_the_loop_in_every_layout(seed):
     found = pl.compute_token_masks(cov, tensors, seed)
     assert {tuple(at) for at in found.pop("cov_pick").nonzero().tolist()} == masks["kl_cov"][1]
     expected = slow_clip_cov(new, advantages, mask, range(len(mask)), seed)
-    assert {tuple(at) for at in found.pop("cov_keep").nonzero().tolist()} == expected and not found
+    assert {tuple(at) for at in found["cov_keep"].nonzero().tolist()} == expected and len(found) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_token_mask_depends_on_which_rank_has_a_group(seed):
+    """The rows of all ranks come rank by rank, and a rank has every second group, or others after balancing."""
+    old, new, advantages, mask = random_batch(seed, rows=12, width=9)
+    tensors = {"old_log_probs": new, "rollout_log_probs": old, "advantages": advantages, "entropys": old.abs()}
+    tensors |= {"response_mask": mask, "group": torch.arange(12) // 2}
+    settings = {"clip_cov": {"ratio": 0.2, "cov": [-9, 9]}, "kl_cov": {"ratio": 0.2}, "m2po": {"threshold": 0.3}}
+    whole = pl.compute_token_masks(settings, tensors, seed)
+    groups = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+    order = (2 * groups[:, None] + torch.arange(2)).flatten()
+    moved = pl.compute_token_masks(settings, {name: x[order] for name, x in tensors.items()}, seed)
+    assert all(bits_equal(moved[name], whole[name][order]) for name in whole)
 
 
 def test_token_masks_are_checked_before_there_is_a_batch():

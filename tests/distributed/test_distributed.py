@@ -3,11 +3,13 @@
 Traps are numbered as in docs/dev/LOG.md.
 """
 
+import json
 import math
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+import grpo
 import lib.distributed
+import lib.distributed.launch as launch_module
 import lib.model.load
 from lib import InputError
 from lib.core_algos import agg_loss
@@ -37,7 +41,18 @@ from lib.distributed import (
 )
 from lib.model import add_lora, batched_log_probs, load_model, response_log_probs
 from lib.rollout import weight_checksum
-from tests.common import ROOT, randomize_lora_b, rollout_batch, run_ranks, save_tiny
+from lib.run import run_config
+from tests.common import (
+    ROOT,
+    SMALL,
+    command,
+    fork_each,
+    parse_flags,
+    randomize_lora_b,
+    rollout_batch,
+    run_ranks,
+    save_tiny,
+)
 
 BIN = Path(sys.executable).parent
 PROMPTS, RESPONSES = [9, 2, 3, 7, 5, 2, 4, 3], [17, 12, 1, 2, 16, 3, 2, 5]  # skewed on purpose
@@ -95,6 +110,90 @@ def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(
     assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
         "error: `accelerate launch --cpu --num_processes N` starts one process, not N: use `accelerate launch "
         "--multi_gpu --num_processes N` (it works without a GPU) or `torchrun --nproc-per-node N`"
+    ]
+
+
+# ---- ranks that were started differently ---------------------------------------------------------
+
+SECOND_START = {  # what rank 1 has otherwise, and what is said of it
+    "--lr 1e-3": "--lr is 0.001 on rank 1, 0.0003 on rank 0",
+    "--seed 2": "--seed is 2 on rank 1, 1 on rank 0",
+    "--val-every 1": "--val-every is 1 on rank 1, 0 on rank 0",
+    "--multi-turn.tools calculator": "--multi-turn.tools is calculator on rank 1, '' on rank 0",
+    "--output-dir {tmp}/elsewhere": "--output-dir is {tmp}/elsewhere on rank 1, {tmp} on rank 0",
+    "--reward {tmp}/copy/reward.py:score": "",
+    "--train-files {tmp}/copy/rows.jsonl --run-name other --model {tmp}/copy/model": "",
+    "--train-files {tmp}/copy/swapped.jsonl": "--train-files is {tmp}/copy/swapped.jsonl on rank 1, {tmp}/rows",
+    "--val-files {tmp}/copy/swapped.jsonl": "--val-files is {tmp}/copy/swapped.jsonl on rank 1, {tmp}/rows",
+    "script": "the script grpo.py holds something else, or is missing, on rank 1",
+    "lib": "lib/seeds.py holds something else, or is missing, on rank 1",
+    "weights": "--model {tmp}/model holds something else, or is missing, on rank 1",
+    "scorer": "--reward {tmp}/reward.py:score holds something else, or is missing, on rank 1",
+    "what a scorer imports": "the module helper_of_reward holds something else, or is missing, on rank 1",
+    "program of an agent": "--agent 'python {tmp}/reward.py' holds something else, or is missing, on rank 1",
+    "package": "numpy is 0.1 on rank 1, ",
+}
+
+
+@pytest.mark.parametrize("other", SECOND_START)
+def test_what_differs_between_the_starts_of_two_ranks_is_named(tmp_path, monkeypatch, other):
+    """Paths may differ, contents may not; the name of the run is rank 0's."""
+    for folder in (tmp_path, tmp_path / "copy"):
+        (folder / "model").mkdir(parents=True)
+        (folder / "rows.jsonl").write_text("{1}\n{2}\n")
+        (folder / "swapped.jsonl").write_text("{2}\n{1}\n")
+        (folder / "model/config.json").write_text("{}")
+        (folder / "model/model.safetensors").write_text("weights")
+        (folder / "reward.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0")
+    monkeypatch.setattr(run_config, "ROOT", tmp_path)
+    script, code, helper = tmp_path / "grpo.py", tmp_path / "lib/seeds.py", tmp_path / "helper_of_reward.py"
+    code.parent.mkdir()
+    for file in (script, code, helper):
+        file.write_text("seed = 1")
+    module = types.ModuleType("helper_of_reward")
+    module.__file__ = str(helper)
+    monkeypatch.setitem(sys.modules, "helper_of_reward", module)
+    words = [*SMALL, "--output-dir", "{tmp}", "--model", "{tmp}/model", "--train-files", "{tmp}/rows.jsonl"]
+    words += ["--val-files", "{tmp}/rows.jsonl", "--reward", "{tmp}/reward.py:score"]
+    if other == "program of an agent":
+        words += ["--agent", "python {tmp}/reward.py"]
+
+    def start(*more: str, trains: bool = True) -> dict:
+        given = [word.format(tmp=tmp_path) for word in (*words, *more)]
+        return json.loads(json.dumps(run_config.describe_start(parse_flags(grpo.Args, given), script, trains)))
+
+    first = start()
+    if not other.startswith("--"):
+        names = {"script": script, "lib": code, "weights": tmp_path / "model/model.safetensors"}
+        names |= {"what a scorer imports": helper, "package": tmp_path / "other"}
+        names.get(other, tmp_path / "reward.py").write_text("def score(data_source, solution_str, ground_truth): ...")
+    if other == "package":
+        monkeypatch.setattr(run_config, "version", lambda _: "0.1")
+    second = start(*other.split() if other.startswith("--") else ())
+    found = launch_module._different_starts([first, second])
+    assert SECOND_START[other].format(tmp=tmp_path) in found and bool(found) == bool(SECOND_START[other])
+    assert other in ("package", "scorer", "program of an agent") or ";" not in found  # nothing else differs
+    on_servers = launch_module._different_starts([first, start(trains=False)])  # which need no files
+    assert "--reward" not in on_servers and "--model" not in on_servers
+
+
+def test_of_many_differences_and_ranks_the_first_are_named():
+    starts = [{what: ["", "1"] for what in "abcdef"}] + [{what: ["", "2"] for what in "abcdef"}] * 6
+    line = launch_module._different_starts(starts)
+    assert line.startswith("a holds something else, or is missing, on rank 1, 2, 3, 4 and more; b ")
+    assert line.endswith("; and 2 more")
+
+
+@pytest.mark.parametrize("other", ["--total-steps 3", "--rollout-gpus 1"])
+def test_ranks_that_would_wait_for_one_another_for_ever_end_with_one_line(tmp_path, other):
+    """The second trains on fewer ranks than the first, or has a step more."""
+    start = command("grpo", tmp_path, *SMALL, "--total-steps", "1", launcher=[])
+    done = fork_each(start, [*start, *other.split()])
+    flag, value = other.split()
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: the ranks were started differently: {flag} is {value} on rank 1, {int(value) // 3} on rank 0: "
+        "start all ranks with the same flags, code and files (docs/scaling.md)"
     ]
 
 

@@ -28,7 +28,7 @@ from lib.agent.multi_turn import AsyncRolloutRequest
 from lib.agent.program import Agent, call_function
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
-from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
+from lib.distributed import full_tensor, make_mesh, make_row_group, reduce_metrics, shard_model
 from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
 from lib.model.routing import ROUTERS, ROUTES, RoutingMetrics, chosen_experts, routes_column
 from lib.rollout import Generated, HFEngine, Rollouts, make_engine
@@ -142,6 +142,27 @@ def test_a_recorded_pass_replays_itself_and_the_router_decides_where_nothing_is_
     assert stats.sums["router/differing_experts"].total == 0 < stats.sums["router/differing_experts"].count
     tokens, layers, k = chosen_experts(model).shape
     assert stats.loads.sum(1).tolist() == [3 * tokens * k] * layers
+
+
+def router_metrics(world, path: str, padded: bool = False, grouped: bool = False):
+    """Of five rows, or of this rank's share of them; grouped: split over ranks by tokens."""
+    model, batch, stats = load_model(path), batch_of_groups(), RoutingMetrics()
+    group = make_row_group(world, make_mesh(world), 2) if grouped else None
+    rows = [*range(len(batch))][:3] if world.rank == 0 else [*range(len(batch))][3:]
+    batch = batch[rows] if grouped else batch
+    layout = {"padding_free": not padded, "share_prompts": False}
+    response_log_probs(model, batch, 1.0, row_group=group, **layout)
+    stats.watch(model)
+    return reduce_metrics(stats.end())
+
+
+@pytest.mark.parametrize("how", ["padded", "grouped"])
+def test_router_metrics_count_no_padding(tmp_path, how):
+    """float32, 1e-5: experts of a token differ by rounding at most, and sums come in another order."""
+    path = save("qwen3_moe", tmp_path)
+    [expected] = run_ranks(1, router_metrics, path)
+    for found in run_ranks(2 if how == "grouped" else 1, router_metrics, path, how == "padded", how == "grouped"):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_checkpointing_repeats_the_routes_of_its_own_forward(tmp_path):

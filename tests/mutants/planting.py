@@ -18,7 +18,6 @@ from unittest import mock
 import torch.distributed as dist
 
 from lib import InputError
-from lib.rollout.weight_sync import WeightSyncError
 from lib.run import tracking
 from tests.common import ROOT, parse_flags
 from tests.mutants.mutants import Mutant
@@ -96,7 +95,7 @@ def run(script: str, folder: Path, *flags: str, stop: bool = True) -> Outcome:
         step = None
     except Found:
         step = 0 if found[0].startswith("note: ") else int(rows[-1]["step"])
-    except (InputError, WeightSyncError, AssertionError) as error:
+    except (InputError, AssertionError) as error:
         found, step = [f"{type(error).__name__}: {error}"], len(rows) + bool("step" in printed.getvalue())
     finally:
         os.environ.clear()

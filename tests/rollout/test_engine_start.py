@@ -128,7 +128,7 @@ def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, wor
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
     monkeypatch.setitem(sys.modules, "lib.rollout.vllm_weights", weights)
     monkeypatch.setattr(lib.rollout, "vllm_weights", weights, raising=False)
-    monkeypatch.setattr("lib.rollout.vllm_engine._prepare_for_cpu", lambda: None)
+    monkeypatch.setattr("lib.rollout.vllm_engine._prepare_for_cpu", lambda _: None)
     options = {"max_length": 40, "dtype": torch.float32, "gpu_memory": 0.3, "more": {"enforce_eager": eager}}
     with pytest.raises(InterruptedError):
         VLLMEngine(model(), load_tokenizer(TOY_MODEL), folder=tmp_path / "model", **options)

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import re
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -623,6 +624,31 @@ def test_failed_episodes_on_a_server_and_a_failed_server(engine_and_model, monke
 
 
 @needs_vllm
+def test_a_server_serves_one_run(engine_and_model, server, tmp_path, monkeypatch):
+    """Another run is refused before it disturbs the first. A run that is resumed, or has ended, has no lease."""
+    (engine, model), (url, path, _) = engine_and_model, server
+    monkeypatch.setattr("lib.rollout.server_engine.LEASE_S", 600.0)
+    other = {"run": "runs/other", "host": "another", "pid": 1}
+
+    def lend(holder: dict, seconds: float = 600.0) -> None:
+        engine.servers.on_workers(url, "take_lease", ours=holder, seconds=seconds, over=engine._lease).result()
+
+    lend(other)
+    message = f"--rollout-engine {url}: the run runs/other .pid 1 on another. uses this server: end that run"
+    with pytest.raises(InputError, match=message):
+        build(url, path, tmp_path)
+    with pytest.raises(InputError, match=message):  # the first run, if its lease has ended in a long step
+        engine.load_weights(model, 1)
+    lend(other, 0.0)
+    for holder in (other | {"run": str(tmp_path)}, other | {"host": socket.gethostname(), "pid": 2**22 + 1}):
+        lend(holder)
+        mine, _ = build(url, path, tmp_path / "engine")
+        mine.close()  # gives it back
+    lend(other, 0.0)
+    sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
+    engine._take_lease(0.0)
+
+
 def test_after_an_update_the_server_samples_from_the_new_weights(engine_and_model, monkeypatch):
     """Also behind a prompt of more than one block of the prefix cache (128 on a CPU), which must not survive."""
     engine, model = engine_and_model

@@ -6,6 +6,7 @@ import torch
 
 from lib.data_proto import DataProto
 from lib.distributed import reduce_metrics
+from lib.model.update_checks import LossFlags, UpdateChecks
 from lib.run.batch_checks import batch_faults
 
 
@@ -28,3 +29,18 @@ def test_the_mean_over_dead_rows_is_found_where_advantages_are_those_of_rows(sec
     one_is_dead = [[0.7, 0.7 + second_turns], [-0.2, -0.2], [0.0, 0.0]]
     faults = reduce_metrics(batch_faults(batch([*whole, *whole, *one_is_dead], [True] * 8 + [False])))
     assert faults.get("faults/dead_rows_count", 0) == found
+
+
+@pytest.mark.parametrize(("versions", "apart"), [([2, 2], 0.25), ([1, 2], None), ([2, 1], 0.5), ([1, 1], None)])
+def test_tokens_that_servers_sampled_with_the_current_weights_are_compared(world, versions, apart):
+    """The engine's log-probs of the first row are off; older weights may give others."""
+    checks = UpdateChecks(LossFlags("token-mean", 1.0, None, apart=1e-3), on_policy=True, version=2)
+    log_probs, ones = torch.full((2, 3), -1.0, requires_grad=True), torch.ones(2, 3)
+    tensors = {name: ones.bool() for name in ("response_mask", "loss_mask", "denominator_mask")}
+    tensors |= {"advantages": ones, "rollout_log_probs": -ones + torch.tensor([[0.5], [0.0]])}
+    tensors["weight_versions"] = torch.tensor(versions)[:, None] * ones.long()
+    checks.begin(2, [], 0.0, world.device)
+    checks.watch(DataProto.from_dict(tensors), log_probs, ones)
+    (-log_probs.sum() / 6).backward()
+    checks.after_backward(1.0)
+    assert reduce_metrics(checks.end()) == ({} if apart is None else {"faults/engine_apart": pytest.approx(apart)})

@@ -1,10 +1,12 @@
 """Checkpoints on real gloo groups of 1 and 2 forked ranks: exact resume, resharding, torn folders, rotation, export."""
 
 import json
+import math
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
@@ -31,11 +33,12 @@ from transformers import (
 )
 
 from lib import InputError
+from lib.args import RunArgs, ValidationArgs
 from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, in_thread, make_mesh, shard_model, trainable_parameters
 from lib.manifest import file_hash
 from lib.model.memory import LiveBytes
-from lib.run import checkpoint
+from lib.run import Run, checkpoint
 from lib.run.checkpoint import (
     _why_altered,
     export_hf,
@@ -45,6 +48,7 @@ from lib.run.checkpoint import (
     save_checkpoint,
     why_torn,
 )
+from lib.run.tracking import Tracker
 from tests.common import full_disk, run_ranks
 
 VOCAB, ROWS, LENGTH = 96, 4, 12
@@ -308,11 +312,61 @@ def test_another_script_or_inexact_state_is_refused(tmp_path):
         with pytest.raises(InputError, match="'critic'"):
             load_checkpoint(path, models=actor, schedulers={"actor": run.schedulers["actor"]})
         for state in ({"window": (1, 2)}, {"seen": {1: 2}}):
-            with pytest.raises(TypeError, match="trainer_state changes in a JSON round trip"):
+            with pytest.raises(InputError, match=r"trainer_state\.(window is a tuple|seen has int keys); JSON needs"):
                 save_checkpoint(folder, 4, models=actor, schedulers={}, trainer_state=state, keep=0)
         assert [p.name for p in folder.glob("step_*")] == ["step_000003"]
 
     run_ranks(1, check, tmp_path)
+
+
+class Holds:
+    """A part of a script's state."""
+
+    def __init__(self, state):
+        self.state_dict = lambda: state
+        self.load_state_dict = None
+
+
+def of_ones(times: float, uid: str = "a") -> DataProto:
+    return DataProto.from_dict({"x": torch.ones(1, 3) * times}, {"uid": [uid]})
+
+
+BAD_STATE = {  # what a script keeps, on each of two ranks
+    "stateful['tracker']: counts has int keys; JSON needs text": lambda r: Holds({"counts": {3: 1}}),
+    "stateful['tracker']: seen[1].at is a tuple; JSON": lambda r: Holds({"seen": [1, {"at": (1, 2)}]}),
+    "stateful['tracker']: mean is a Tensor; JSON": lambda r: Holds({"mean": torch.zeros(2)}),
+    "stateful['tracker']: mean is nan": lambda r: Holds({"mean": math.nan}),
+    "stateful['tracker']: only is a set; JSON": lambda r: Holds({"only": {1} if r else []}),
+    "stateful['tracker']: seen is another on rank 1 than on rank 0": lambda r: Holds({"mean": 1.0, "seen": [r]}),
+    "stateful['tracker']: late is another on rank 1 than on rank 0": lambda r: Holds({"late": 1} if r else {}),
+    "stateful['tracker']: rows is another on rank 1": lambda r: Holds({"rows": of_ones(r)}),
+    "stateful['tracker']: rows is another on rank 1 ": lambda r: Holds({"rows": of_ones(1, f"a{r}")}),
+    "stateful['tracker']: state_dict() must return a dict with text as keys": lambda r: Holds([[1], {1: 1}][r]),
+    "stateful['tracker'], a dict, has no state_dict()": lambda r: {"mean": 1.0},
+}
+
+
+def _first_steps(world: World, folder: Path) -> None:
+    tracker = Tracker(folder, {}, total_steps=9, enabled=False)
+    args = RunArgs(total_steps=9, save_every=5)
+    for said, part in BAD_STATE.items():
+        run = Run("r", folder, args, ValidationArgs(), world, tracker)
+        with pytest.raises(InputError, match=re.escape(said.strip())):
+            run.save(1, {}, {"tracker": part(world.rank)})
+    run.save(2, {}, {"tracker": Holds({1: 1})})  # nothing is written: the next check is that of the next save
+    with pytest.raises(InputError, match="int keys"):
+        run.save(5, {}, {"tracker": Holds({"a": {1: 1}})})
+    rows = of_ones(world.rank)
+    with pytest.raises(InputError, match=r"batches\['pool'\] is another on rank 1"):
+        run.save(1, {}, {}, batches={"pool": rows})
+    with pytest.raises(InputError, match=r"'a\.b' cannot be the name"):
+        run.save(1, {}, {"a.b": Holds({})})
+    run.save(1, {}, {"tracker": Holds({"counts": {"3": [1, None, "x", 0.5, math.inf]}})}, batches={"pool": rows[:0]})
+    run._writer.shutdown()
+
+
+def test_state_that_would_be_lost_is_named_in_the_first_step_and_at_each_save(tmp_path):
+    run_ranks(2, _first_steps, tmp_path)
 
 
 # ---- in the background ---------------------------------------------------------------------------

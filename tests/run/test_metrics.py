@@ -308,9 +308,9 @@ def test_data_metrics_without_optional_keys_or_live_rows():
     assert reduce_metrics(data_metrics(batch_of(ROWS[2:3]))) == {"rollout/dead_rows": 1.0}
 
 
-def _rank_of_two(world) -> dict[str, float]:
+def _rank_of_two(world, first) -> dict[str, float]:
     rank = world.rank
-    rows = ROWS[:3] + ROWS[5:] if rank == 0 else ROWS[3:5]  # whole groups, unequal counts
+    rows = [row for i, row in enumerate(ROWS) if (i in first) == (rank == 0)]
     local = data_metrics(batch_of(rows)) | {"actor/lr": 0.25, "x": [Sum(2), Sum(3)][rank], f"only/{rank}": Max(rank)}
     local |= {"empty": Mean(0, 0), "low": Min(5 - rank), "mean": Mean(10.0 * rank, 1 + rank)}
     reduced = reduce_metrics(local)
@@ -320,8 +320,10 @@ def _rank_of_two(world) -> dict[str, float]:
     return {key: value for key, value in reduced.items() if key in EXPECTED}
 
 
-def test_two_ranks_give_the_numbers_of_one():
-    first, second = run_ranks(2, _rank_of_two)
+@pytest.mark.parametrize("rows_of_first", [(0, 1, 2, 5, 6, 7), (1, 3, 5, 7), (0, 2)])
+def test_two_ranks_give_the_numbers_of_one(rows_of_first):
+    """With whole groups and unequal counts; with each group on both ranks."""
+    first, second = run_ranks(2, _rank_of_two, rows_of_first)
     assert first == second
     assert first == pytest.approx(reduce_metrics(data_metrics(batch_of(ROWS))), rel=1e-12)
 

@@ -763,9 +763,30 @@ def test_a_scorer_that_always_fails_stops_the_run(manager_of, kind, shown):
     # one second: a busy machine must have called the scorer by then, or the message shows the caller
     manager = manager_of(FAILS, timeout_s=1.0 if kind == "hang" else 30.0, workers=16)
     assert manager.submit(batch_of(["1"] * 15, [kind] * 15)).get()[0].sum() == 0  # too few to tell
-    with pytest.raises(InputError, match=r"scorer mine\.score failed on all of its first 16 responses") as caught:
-        manager.submit(batch_of(["1"] * 200, [kind] * 200)).get()
+    with pytest.raises(InputError, match=r"scorer mine\.score failed on all of its first 31 responses") as caught:
+        manager.submit(batch_of(["1"] * 16, [kind] * 16)).get()
     assert shown in str(caught.value)
+
+
+def verdict_on(world, scorer, answers):
+    """What a rank says of its share of the responses. Without a pool, which the rank's fork would share."""
+    manager, own = RewardManager(load_scorers([scorer], []), TOKENIZER, workers=0), answers[world.rank :: world.size]
+    manager._answers = lambda tasks: enumerate([answer] for answer in own)
+    try:
+        manager.submit(batch_of(["1"] * len(own))).get()
+    except InputError as error:
+        return str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("last", "verdict"), [(["error", "no"], "failed on all of its first 36"), (["ok", {"score": 1.0}], None)]
+)
+def test_the_verdict_on_a_scorer_is_the_same_on_any_number_of_ranks(tmp_path, last, verdict):
+    """Also where the first 16 responses of each rank fail, and the last response of one gets a score."""
+    (tmp_path / "mine.py").write_text(FAILS)
+    for ranks in (1, 2):
+        said = run_ranks(ranks, verdict_on, f"{tmp_path / 'mine.py'}:score", [["error", "no"]] * 35 + [last])
+        assert len(set(said)) == 1 and (verdict in said[0] if verdict else said[0] is None)
 
 
 def test_a_scorer_that_succeeded_once_does_not_stop_the_run(manager_of):
@@ -1104,6 +1125,17 @@ def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
     _, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
     assert extras["others"] == [0, 0, None, 0]  # and the user's own step is the one in effect
     assert manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()[0].sum(1).tolist() == [3, 3, 0, 3]
+
+
+def split_group(world, scorer):
+    manager = RewardManager(load_scorers([scorer], []), TOKENIZER, workers=0)
+    with pytest.raises(InputError, match=r"scorer mine.group scores whole groups, and group b has rows on two ranks"):
+        Rewards(manager).submit(groups_of(["1", "2"], ["ab", "cb"][world.rank]), 1)
+
+
+def test_a_group_that_is_on_two_ranks_is_not_scored_by_halves(tmp_path):
+    (tmp_path / "mine.py").write_text(NAMED)
+    run_ranks(2, split_group, f"{tmp_path / 'mine.py'}:group")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

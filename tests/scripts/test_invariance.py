@@ -84,7 +84,7 @@ LOSSES["value"] = value_losses
 
 
 def with_masks(b, seed=3):
-    return b | compute_token_masks(MASKS, b, seed)
+    return b | compute_token_masks(MASKS, b | {"group": torch.arange(len(b["response_mask"]))}, seed)
 
 
 def mini_batch(seed, dead_rows=()):

@@ -519,9 +519,10 @@ def test_every_script_takes_several_turns(tmp_path, script):
 
 def test_several_turns_with_vllm(tmp_path):
     """One engine, split over two ranks. An engine of one rank: tests/agent/test_agent_loop.py."""
-    for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):  # by a killed run; vLLM on a CPU names it alike in every job
-        left.unlink()
+    left = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # by a killed run: vLLM's own name, in every job
+    left.write_bytes(b"0")
     engine = ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"]
     ran(fork("grpo", tmp_path, *SMALL, *TOOLS, "--total-steps", "2", *engine, "--run-name", "run", ranks=2))
+    left.unlink()
     for row in metrics(tmp_path / "run"):
         assert 1 < row["agent/turns_mean"] < 2 and row["rollout/logp_diff_mean"] < 1e-4
