@@ -46,7 +46,7 @@ def balance_groups(
 
 def pad_rows(batch: DataProto, P: int, T: int) -> DataProto:
     """Pads the columns of lib/columns.py, in place, to prompts of P tokens and responses of T; smaller cuts off."""
-    left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["responses"].shape[1]
+    left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["response_mask"].shape[1]
     pads = {"P": (left, 0), "L": (left, right), "T": (0, right)}
     for name in COLUMNS.keys() & batch.batch.keys() if left or right else ():
         if COLUMNS[name].width in pads:
@@ -57,7 +57,7 @@ def pad_rows(batch: DataProto, P: int, T: int) -> DataProto:
 def equal_widths(batch: DataProto) -> DataProto:
     """The batch, padded in place to the widest prompts and responses of all ranks, which may have joined batches of
     their own widths. A collective."""
-    tensors = batch.batch["prompts"], batch.batch["responses"]
+    tensors = batch.batch["prompts"], batch.batch["response_mask"]
     return pad_rows(batch, *(all_reduce_max(x.shape[1], x.device) for x in tensors))
 
 

@@ -38,7 +38,7 @@ def test_tokens_that_servers_sampled_with_the_current_weights_are_compared(world
     log_probs, ones = torch.full((2, 3), -1.0, requires_grad=True), torch.ones(2, 3)
     tensors = {name: ones.bool() for name in ("response_mask", "loss_mask", "denominator_mask")}
     tensors |= {"advantages": ones, "rollout_log_probs": -ones + torch.tensor([[0.5], [0.0]])}
-    tensors["weight_versions"] = torch.tensor(versions)[:, None] * ones.long()
+    tensors |= {"weight_versions": torch.tensor(versions)[:, None] * ones.long(), "is_fresh": torch.ones(2).bool()}
     checks.begin(2, [], 0.0, world.device)
     checks.watch(DataProto.from_dict(tensors), log_probs, ones)
     (-log_probs.sum() / 6).backward()
