@@ -55,6 +55,7 @@ class RewardManager:
         if not self.recorder.replays:
             self._start()
         self._scored: set[str] = set()  # names of scorers that have given a score
+        self._works: set[str] = set()  # those that have on any rank, the same on all ranks
         self._failures: Counter = Counter()  # counts by (name, kind)
         self._last_failure: dict[str, str] = {}  # by name
         self._numbers: set[str] = set()  # keys that scorers have given numbers for
@@ -151,13 +152,13 @@ class RewardManager:
     def _stop_if_none_works(self) -> None:
         """Raises InputError, on all ranks, if a scorer has failed on all responses so far, ALWAYS or more over all
         ranks. A collective until each scorer has given a score on some rank."""
-        if self._scored.issuperset(names := [scorer.name for scorer in self.scorers]):
+        if self._works.issuperset(names := [scorer.name for scorer in self.scorers]):
             return
         ranks = all_gather_lists([(self._scored, self._failures, self._last_failure)])
-        self._scored = set.union(*(scored for scored, _, _ in ranks))
+        self._works = set.union(*(scored for scored, _, _ in ranks))
         for name in names:
             number = sum(count for _, failures, _ in ranks for (of, _), count in failures.items() if of == name)
-            if name not in self._scored and number >= ALWAYS:
+            if name not in self._works and number >= ALWAYS:
                 text = next(last[name] for _, _, last in ranks if name in last)
                 raise InputError(f"scorer {name} failed on all of its first {number} responses, one with\n{text}")
 
