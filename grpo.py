@@ -87,8 +87,8 @@ class Args(shared.ScriptArgs):
     # ---- KL to the start model
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
-    kl_estimator: Literal["auto"] | shared.KLEstimator = "auto"
-    """KL estimator (docs/algorithms.md); auto: k3+, which has the gradient of the KL, in the loss, k1 in the reward"""
+    kl_estimator: shared.KLEstimator | None = None
+    """KL estimator (docs/algorithms.md); empty: k3+, which has the gradient of the KL, in the loss, k1 in the reward"""
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None
@@ -167,7 +167,7 @@ def add_advantages(
     valid_mask = mask & loss_mask.any(1, keepdim=True)  # a rejected row is in no group
     rewards = t["token_level_scores"]
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator, valid_mask)
+        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator or "k1", valid_mask)
         rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
         kl_control.update(mean_kl, len(mask))
@@ -208,7 +208,9 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
             if entropy_coef:
                 losses = losses - entropy_coef * entropy
             if args.kl_coef > 0 and args.kl_placement == "loss":
-                kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, mask, old_log_probs)
+                kl = core_algos.kl_penalty(
+                    log_probs, t["ref_log_prob"], args.kl_estimator or "k3+", mask, old_log_probs
+                )
                 losses = losses + args.kl_coef * kl
                 token_metrics["actor/ref_kl"] = kl.detach()
             loss = core_algos.agg_loss(

@@ -422,7 +422,9 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
     if not args.validation.val_only:
         models.check_sampling(sampling)
     forward = ForwardConfig(args.optimizer.micro_batch_tokens, sampling, row_group, dtype, model.routing_replay)
-    plain = args.loss == "vanilla" and not (args.kl_coef and args.kl_estimator.endswith("_unbiased"))  # no ratio x KL
+    plain = args.loss == "vanilla" and not (
+        args.kl_coef and (args.kl_estimator or "").endswith("_unbiased")
+    )  # no ratio x KL
     clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c) if plain else None
     apart = math.inf if args.run.replay else APART.get(dtype, math.inf)  # a replay may train other weights
     loss = LossFlags(args.loss_agg_mode, args.loss_scale_factor or rollout.max_response_length, clip, apart)

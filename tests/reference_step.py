@@ -251,7 +251,7 @@ class Trainer:
         rewards = {(i, t): r for i in at for t, r in token_rewards(args, rows[i]).items()}
         if args.kl_coef and args.kl_placement == "reward":
             old = {u: torch.tensor(b.old[u], dtype=torch.float64) for u in b.valid}
-            kl = {u: kl_estimate(args.kl_estimator, x, b.ref[u], x).item() for u, x in old.items()}
+            kl = {u: kl_estimate(args.kl_estimator or "k1", x, b.ref[u], x).item() for u, x in old.items()}
             rewards = {u: r - self.beta * kl[u] for u, r in rewards.items()}
             mean_kl = mean(mean(kl[i, t] for t in steps) for i, steps in at.items()) if at else 0.0
             metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": self.beta}
@@ -346,7 +346,7 @@ class Trainer:
                 means["actor/entropy"].append(entropy.item())
                 loss = loss * (1.0 if b.weights is None else b.weights.get(u, 0.0)) - self.entropy_coef * entropy
                 if args.kl_coef and args.kl_placement == "loss":
-                    kl = kl_estimate(args.kl_estimator, log_prob[u], b.ref[u], old[u])
+                    kl = kl_estimate(args.kl_estimator or "k3+", log_prob[u], b.ref[u], old[u])
                     means["actor/ref_kl"].append(kl.item())
                     loss = loss + args.kl_coef * kl
                 if u in trained:

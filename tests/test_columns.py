@@ -119,8 +119,8 @@ def test_a_line_of_the_table_pads_gathers_and_saves_a_column(monkeypatch):
         monkeypatch.setitem(COLUMNS, column.name, column)
     batch = trained_batch()  # its responses have 4, 2, 0 and 5 tokens
     batch.batch["teacher"], batch.batch["lr"] = torch.rand(4, 5), torch.rand(4)
-    narrow = batch[:2].select(["attention_mask", "prompts", "responses", "teacher"], [])
-    narrow.batch.update({name: narrow.batch[name][:, :-1] for name in ("attention_mask", "responses", "teacher")})
+    narrow = batch[:2].select(["attention_mask", "prompts", "responses", "response_mask", "teacher"], [])
+    narrow.batch.update({name: narrow.batch[name][:, :-1] for name in narrow.batch.keys() - {"prompts"}})
     fitted, _ = fit_columns([narrow, batch])
     assert fitted.batch["teacher"].equal(torch.cat([batch.batch["teacher"][:2, :4], torch.full((2, 1), -7.0)], 1))
     assert run_ranks(2, gathered, batch)[0]["teacher"].equal(batch.batch["teacher"])

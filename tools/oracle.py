@@ -298,6 +298,7 @@ class Step:
             columns["reward_components"] = columns["token_level_scores"].sum(1, keepdim=True)
         if "critic" not in signature(self.script.update).parameters:
             del columns["values"]
+        columns["is_fresh"] = torch.ones(K * P * n, dtype=torch.bool)
         uids = np.repeat(np.arange(K * P).astype(str), n)
         return DataProto.from_dict(tensors=columns, non_tensors={"uid": uids.astype(object)})
 

@@ -227,7 +227,7 @@ def our_loss(args: grpo.Args, log_probs: Tensor, old_log_probs: Tensor, t: dict[
     if args.kl_coef > 0 and args.kl_placement == "loss":
         if "ref_log_prob" not in t:
             raise InputError("the loss has a KL term, and the dump no log-probs of the reference")
-        kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator, mask, old_log_probs)
+        kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator or "k3+", mask, old_log_probs)
         losses = losses + args.kl_coef * kl
     counts = {"global_tokens": t["global_tokens"], "global_rows": mask.any(1).sum()} if "global_tokens" in t else {}
     scale = args.loss_scale_factor or args.rollout.max_response_length
@@ -256,7 +256,7 @@ def our_formulas(args: grpo.Args) -> dict[str, str]:
     if args.loss != "vanilla":
         loss = first_sentence(core_algos.POLICY_LOSSES[args.loss])
     if args.kl_coef:
-        loss += f" + {args.kl_coef:g} {args.kl_estimator} (k3 at most 10)"
+        loss += f" + {args.kl_coef:g} {args.kl_estimator or 'k3+'} (k3 at most 10)"
     loss += f"; {AGGREGATED[args.loss_agg_mode]}"
     return {
         "mask": "tokens up to the first EOS, and that one",

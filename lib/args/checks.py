@@ -170,8 +170,6 @@ def _check_turns(args: ScriptArgs) -> None:
 
 def _check_kl(args: ScriptArgs) -> None:
     in_reward, estimator = args.kl_placement == "reward", args.adv_estimator
-    if args.kl_coef > 0 and args.kl_estimator == "auto":
-        args.kl_estimator = "k1" if in_reward else "k3+"
     if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
         raise InputError(f"--kl-horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
     by_std = estimator in BY_STD and args.adv_kwargs.norm_adv_by_std_in_grpo is not False

@@ -52,7 +52,7 @@ class ScriptArgs:
     rollout_correction: settings.RolloutCorrectionArgs
 
     kl_coef: float
-    kl_estimator: Literal["auto"] | settings.KLEstimator
+    kl_estimator: settings.KLEstimator | None
     kl_placement: Literal["loss", "reward"]
     kl_target: float | None
     kl_horizon: int

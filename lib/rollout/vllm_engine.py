@@ -178,7 +178,7 @@ class VLLMEngine(SteppedEngine):
             save_files(folder, model, tokenizer, processor)
         dist.barrier()
         settings |= {"enable_sleep_mode": on_gpu, "weight_transfer_config": {"backend": "direct"}}
-        if dist.get_world_size() > 1:
+        if several := dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
         settings |= (more or {}) | self._lora_settings(model, lora_sync)
         try:
@@ -189,7 +189,7 @@ class VLLMEngine(SteppedEngine):
                 raise
             raise InputError(f"--vllm-kwargs {json.dumps(dict(more))}: vLLM refuses them: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
-        if not on_gpu:
+        if several and not on_gpu:
             dist.barrier()  # all ranks have it open: whatever ends the run leaves none behind
             for file in Path("/dev/shm").glob(f"{name}-*"):
                 file.unlink(missing_ok=True)

@@ -351,7 +351,10 @@ def prompt_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[s
     prompts, columns = batch.batch["prompts"], batch.non_tensor_batch
     attended = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
     media = columns.get("multi_modal_data", [None] * len(prompts))
-    ids = [columns["raw_prompt_ids"][i] if media[i] else row[attended[i]] for i, row in enumerate(prompts)]
+    with_media = "raw_prompt_ids" in columns  # these have one placeholder for each image
+    ids = [
+        columns["raw_prompt_ids"][i] if media[i] and with_media else row[attended[i]] for i, row in enumerate(prompts)
+    ]
     return [tokenizer.decode(own) for own in ids]
 
 

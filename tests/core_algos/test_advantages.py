@@ -235,6 +235,7 @@ TENSORS = {  # of the shape that each has beside rewards (B, T)
     "reward_baselines": lambda x: x[:, 0],
     "reward_components": lambda x: x,
     "anchor_states": lambda x: x.long(),
+    "turn_numbers": lambda x: x.long(),
 }
 
 
@@ -618,7 +619,7 @@ def test_estimator_inputs():
     whole, index = torch.tensor([[0, 3], [1, 2], [0, 1], [0, 0], [5, 0]]), ["a", "a", "a", "b", "b"]
     b = {"mask": torch.ones(5, 2), "index": index} | dict.fromkeys(("values", "log_probs"), -torch.ones(5, 2))
     b |= {"squared_score": torch.ones(5, 2), "is_weights": torch.ones(5, 2), "baselines": torch.ones(5) / 2}
-    b |= {"anchor_states": torch.zeros(5, 2).long()}
+    b |= {"anchor_states": torch.zeros(5, 2).long(), "turn_numbers": torch.ones(5, 2).long()}
     for name, (fast, _) in ESTIMATORS.items():  # integers must not truncate
         results = [fast(b | {"rewards": x, "components": x}, "raw") for x in (whole, whole.float())]
         assert all(bits_equal(x, y) for x, y in zip(*results)), name

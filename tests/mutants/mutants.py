@@ -261,7 +261,9 @@ MUTANTS = {
         "the template writes a BOS and the tokenizer adds another",
         "is not what its chat template gives",
         0,
-        plant("lib.data.dataset:RLHFDataset._prompt", "add_special_tokens=not templated", "add_special_tokens=True"),
+        plant(
+            "lib.data.dataset:RLHFDataset._prompt", "ids if templated or self.start == ids[: len(self.start)] else", ""
+        ),
         prepare=with_bos,
     ),
     "wrong_template": Mutant(

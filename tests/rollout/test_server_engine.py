@@ -1123,6 +1123,7 @@ def test_a_server_that_does_not_join_the_broadcast(world, tmp_path, monkeypatch,
     yes = {"status": "ok"}
     answers = CERTAIN | {"/pause": yes, "/health": yes}
     answers |= {"/get_world_size": {"world_size": 1}, "/init_weight_transfer_engine": yes}
+    answers["/collective_rpc"] = {"results": [None]}  # of the lease
     monkeypatch.setattr(server_weights, "SYNC_TIMEOUT_S", 0.3)
     monkeypatch.setattr(server_weights, "join_group", join)
     with stub(answers) as (url, _):

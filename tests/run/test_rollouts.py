@@ -4,6 +4,8 @@ of each token; what a full disk, an early end and a rewind do."""
 import json
 import math
 import time
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import datasets
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import lib.run.run as run_module
 from lib import InputError
 from lib.args import RunArgs, ValidationArgs
+from lib.data import response_texts
 from lib.distributed import World
 from lib.model import load_tokenizer
 from lib.run import Run
@@ -133,8 +136,9 @@ def test_every_column_is_what_the_step_had(recorded):
         assert row["data_source"] == columns["data_source"]
         assert row["ground_truth"] == columns["reward_model"]["ground_truth"]
         assert row["finish_reason"] == columns["finish_reason"]
-        sampled = [token for token, own in zip(row["response_ids"], row["response_mask"]) if own]
-        solution = tokenizer.decode(sampled, skip_special_tokens=True)
+        runs = groupby(zip(row["response_ids"], row["response_mask"]), itemgetter(1))
+        turns = response_texts(tokenizer, [[token for token, _ in run] for own, run in runs if own])
+        solution = "\n".join(filter(None, turns))
         if any(row["response_mask"]):
             even = {"even": True} if len(solution) % 2 == 0 else {}
             assert json.loads(row["rewards"]) == {"pred": solution, "parts": [1, "é"], **even}  # of its own scorer call

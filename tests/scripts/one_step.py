@@ -138,7 +138,7 @@ class StubRun:
 class StubScorers:
     """The scores that rows have, for the real `Rewards`, which adds those of tools and of a reward model."""
 
-    tokenizer = None
+    tokenizer, scorers = None, ()
     recorder = SimpleNamespace(record=lambda name, compute: compute())
 
     def submit(self, batch: DataProto, step: int):

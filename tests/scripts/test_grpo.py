@@ -430,7 +430,8 @@ def test_the_scripts_advantages_equal_the_loop(script, singleton, seed):
     rewards, mask, t = rewards_with_dead_rows(seed)
     module = importlib.import_module(script)
     advantages, returns = module.grpo_advantages(module.Args(singleton=singleton), rewards, mask, t)
-    scores = {i: sum(rewards[i, mask[i]].double().tolist()) for i in range(17) if mask[i].any()}
+    # thirds add up to 1 but for the rounding of float32, and such scores are equal
+    scores = {i: round(sum(rewards[i, mask[i]].double().tolist()), 6) for i in range(17) if mask[i].any()}
     for i in range(17):
         others = [score for j, score in scores.items() if t["group"][j] == t["group"][i]]
         expected = 0.0
