@@ -149,9 +149,10 @@ def plus_minus(text: str) -> str:
 
 
 def plain(text: str, units: bool = True) -> str:
-    r"""LaTeX that latex2sympy reads as meant. With `units`, 5 m and 5\text{ m} become 5."""
+    r"""LaTeX that latex2sympy reads as meant. With `units`, 5 m and 5\text{ m} become 5, but not 2 + 3 m."""
     # only the last \text: normalize_latex would remove all from the first, of 2\text{ hours }30\text{ minutes}
-    return normalize_latex(tidy(re.sub(UNIT, "", text) if units else text), replace(NORMAL, units=units))
+    text, is_sum = tidy(re.sub(UNIT, "", text) if units else text), re.search(r"[\w})]\s*[-+]", text)
+    return normalize_latex(text, replace(NORMAL, units=units and not is_sum))
 
 
 def latex(text: str, units: bool = True):
@@ -205,6 +206,9 @@ def _of_response(text: str) -> list:
     found = parse(text, parsing_timeout=None)
     if not (found and isinstance(found[-1], str)):
         return found[:1]
+    factors = re.findall(rf"(?<![\d.,]){re.escape(found[-1])}(?!\d)([xyzniπ]\b|√|:\d)?", text)
+    if re.fullmatch(r"[\d.,]+", found[-1]) and factors and all(factors):
+        return []  # math-verify takes 2 from 2x, 2π, 2√3, 2:3
     is_percent = isinstance(found[0], sympy.Mul) and found[0].has(sympy.UnevaluatedExpr) and "%" not in found[1]
     value = latex(found[-1] + r"\%" * is_percent)  # math-verify has read it without case and tidy()
     return found[:1] if isinstance(value, str) else [value]

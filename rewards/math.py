@@ -47,8 +47,9 @@ LONGEST, TAIL = 1000, 10_000  # characters
 NUMBER = re.compile(r"-?[0-9][0-9.,/]{0,40}")
 TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox)\s*\{([^{}]*)\}")
 WORD = re.compile(r"[A-Za-z]?[a-z]{2,}(?: [a-z]+)*|[A-Z]{4,}")  # in a formula: Even, no solution; not Rr, ABC
+BASE = re.compile(r"\d_\{?(\d+)\}?\W*$")
 PACKAGES = ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "mpmath")
-DIGITS = 60  # in which irrational numbers are compared
+DIGITS = 1000  # in which irrational numbers and powers are compared: 2^{2004} - 1 is not 2^{2004}
 FLIPPED = {sympy.Gt: sympy.Lt, sympy.Lt: sympy.Gt, sympy.Ge: sympy.Le, sympy.Le: sympy.Ge}
 
 
@@ -109,7 +110,7 @@ def _close(truth, answer) -> bool:
         return truth == answer
     apart, size = abs(truth - answer), abs(truth)
     if not decimals:
-        return apart == 0 or bool(not apart.is_Rational and apart <= (size or 1) * 10 ** (10 - DIGITS))
+        return apart == 0 or bool(not apart.is_Rational and apart <= (size or 1) / 10 ** (DIGITS - 10))
     coarsest = min(int("".join(map(str, number.normalize().as_tuple().digits))) for number in decimals)  # 12 of 0.0012
     small = Rational(1, 10**6)
     return bool(apart <= size * small and (apart <= small or 2 * coarsest * apart <= size))
@@ -126,12 +127,14 @@ def _sides(expr) -> list | None:
 
 
 def _is_name(expr) -> bool:
-    """x, f(x), f(2), sin x, (x, y), the segments AB and |AB|, the angle ABC; not x + y, 2x, xy, |x|."""
+    """x, f(x), f^{-1}(2), sin x, (x, y), the segments AB and |AB|, the angle ABC; not x + y, 2x, xy, |x|."""
     if isinstance(expr, sympy.Mul):
         names = [isinstance(part, sympy.Symbol) and part.name for part in expr.args]
         return all(name and (len(name) > 1 or name.isupper() or name == "m") for name in names)
     if isinstance(expr, Tuple | Interval | TrigonometricFunction):
         return all(map(_is_name, expr.args[:2]))
+    if isinstance(expr, sympy.Pow):
+        return expr.exp == -1 and isinstance(expr.base, AppliedUndef)
     if isinstance(expr, sympy.Abs):
         return isinstance(expr.args[0], sympy.Mul) and _is_name(expr.args[0])
     return isinstance(expr, sympy.Symbol | AppliedUndef | sympy.Derivative)
@@ -289,7 +292,9 @@ def grade(text: str, truth: str, is_answer: bool = True) -> tuple[bool, str | No
         return text == truth != "", text or None
     if not (values := _read(text, is_answer) if text else []):
         return False, (text if is_answer else "") or None
-    right = any(_in_time(same, _read_here(truth), value, default=False) for value in values)
+    bases = [BASE.findall(side) for side in (truth, text)]  # the value of 12_7 is 12
+    right = not all(bases) or bases[0] == bases[1]
+    right = right and any(_in_time(same, _read_here(truth), value, default=False) for value in values)
     if right or (is_answer and _same_words(truth, text)):
         return True, truth
     return False, _in_time(_text, values[0], default=text if is_answer else str(values[0]))

@@ -111,6 +111,7 @@ y=2x+1 || 2x-y+1=0
 y=\frac{1}{2}x+3 || 2y=x+6
 1,2 || x=1\text{ or }x=2 || x=1, x=2 || x=1 or x=2
 x^2 || f(x)=x^2 || y=x^2
+\frac{x-3}{2} || f^{-1}(x)=\frac{x-3}{2} // x^{-1}=\frac{x-3}{2} || \frac{1}{f(x)}=\frac{x-4}{2}
 f(x)=x^2 || x^2 // f(x)=x^3
 0 || x=0 || 0=0 // x^2-4=0
 x^2-4=0 || x^2=4
@@ -366,6 +367,11 @@ x\in\mathbb{R} || \mathbb{R}
 \text{Yes} || Yes
 (−1,2) || (-1,2)
 \sqrt{−x} || \sqrt{-x}
+5 || 5 m || 5\text{ m} // 2+3t || 2 + 3 m
+-5 || -5 m
+4210_5 || 4210_{5} || 4210_{5}. || 4210 // 4210_{7} || 4211_5
+2^{2004} || 4^{1002} // 2^{2004}-1 || 2^{2005}
+1 // 1-\frac{1}{2^{2004}}
 AB\perp CD || AB \perp CD. || $AB\perp CD$ // AB\perp CE
 \frac{k\pi}{2}, k\in\mathbb{Z} || \dfrac{k\pi}2,k\in\mathbb{Z} // \frac{k\pi}{3}, k\in\mathbb{Z}
 \text{2 hours} || 2
@@ -413,6 +419,11 @@ def test_answers(kind, line):
         ("It is 50%", r"50\%", True),
         ("It is 50 percent", r"\frac12", True),
         ("It is 7.", "7", True),
+        ("It is 2π.", "2", False),
+        ("It is 2√3", "2", False),
+        ("It is 2x", "2", False),
+        ("As 2x = 4, it is 2.", "2", True),
+        ("It is 2cm", "2", True),
     ],
 )
 def test_responses_without_a_box(response, truth, right):
