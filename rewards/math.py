@@ -11,7 +11,9 @@ is that of math-verify's verify(), verl's "math_verify", but for these departure
 - \{1,2\} is not (1,2); both equal the list 1, 2
 - an inequality in one variable is the set of its solutions, also where the truth is that set
 - 12\,345, 1 000, 5., 0.\overline{3}, 2 1/2, ½, 1.6e-19, \frac{1 \pm \sqrt5}{4}, −3, \varnothing, \bigl( are read
-- 2 3 is no number; 2t as the truth is not 2 (in an answer t may be a unit), nor is 2 hours 30 minutes
+- 2 3 is no number; 2t as the truth is not 2 (in an answer t may be a unit), nor is 2 hours 30 minutes; 2 + 3t is not
+  5; without a box, 2x, 2π and 2√3 are not 2
+- 4210_7 is not 4210_5, but 4210 without a base is
 - a box without a value (AB \perp CD) is compared as text; no number is taken from it
 
 A process in the sandbox that does not know the truth reads the model's text (rewards/_math.py). Its result, which is
@@ -255,18 +257,23 @@ def _read(text: str, is_answer: bool) -> list:
     return _in_time(lambda: [_math.load(data) for data in found], default=[])
 
 
+def _bare(text: str) -> str:
+    r"""Even of \text{ Even.}, C of \textbf{(C)}."""
+    text = re.sub(r"[\s~]+", " ", TEXT.sub(r"\1", text).replace("\\ ", " ")).strip(" .$")
+    return re.sub(r"^\((.*)\)$", r"\1", text)
+
+
 def _same_words(truth: str, answer: str) -> bool:
     r"""Whether two text answers are equal but for case: \text{Even} and even, \text{(C)} and c; not \text{R} and r."""
-    bare = [re.sub(r"[\s~]+", " ", TEXT.sub(r"\1", text).replace("\\ ", " ")).strip(" .$") for text in (truth, answer)]
-    bare = [re.sub(r"^\((.*)\)$", r"\1", text) for text in bare]
+    bare = [_bare(truth), _bare(answer)]
     are_text = TEXT.search(truth) or TEXT.search(answer) or all(map(WORD.fullmatch, bare))
     letters = bare[0].replace(" ", "").isalpha() and (len(bare[0]) > 1 or bare[0].lower() in "abcdefghij")  # a choice
     return bool(are_text) and (bare[0] == bare[1] or (letters and bare[0].lower() == bare[1].lower()))
 
 
 def _text(value) -> str:
-    """A readable text, the same for equal numbers, lists, points and intervals of them."""
-    value = value_of(value)
+    """A readable text, the same for equal numbers, lists, points, and intervals or inequalities of them."""
+    value = _solutions(value_of(value))
     if isinstance(value, list | FiniteSet):
         return ", ".join(sorted(set(map(_text, value))))
     if isinstance(value, Tuple | Interval):
@@ -297,6 +304,8 @@ def grade(text: str, truth: str, is_answer: bool = True) -> tuple[bool, str | No
     right = right and any(_in_time(same, _read_here(truth), value, default=False) for value in values)
     if right or (is_answer and _same_words(truth, text)):
         return True, truth
+    if len(words := _bare(text)) > 2 and WORD.fullmatch(words):  # xy is yx
+        return False, words.lower()
     return False, _in_time(_text, values[0], default=text if is_answer else str(values[0]))
 
 

@@ -438,6 +438,8 @@ VOTES = [  # truth, equal right answers, equal wrong answers, another wrong one
     ("x+1", ["x+1", "1+x"], ["x+2", "2 + x"], "x"),
     ("5", ["5"], [r"10\%", r"10 \%"], r"11\%"),
     ("5", ["x=5"], ["3", "x=3", "3=y"], "x=4"),
+    ("5", ["5"], [r"x\ge3", r"[3,\infty)", r"3\le x"], "x>3"),
+    (r"\text{No}", ["no", "No"], ["Yes", r"\text{yes}", "yes."], r"\text{maybe}"),
     ("(1,2)", ["(1,2)"], ["(0.5,1)", r"(\frac12, 1)"], "[0.5,1]"),
 ]
 
