@@ -23,46 +23,18 @@ from sympy.core.function import AppliedUndef
 
 SECONDS = 5  # for one text; math-verify's default, too
 WARM = [
-    r"\frac{1}{2}",
-    r"\sqrt{2}x^2+3",
-    r"\{1, -2\}",
-    r"[0, \infty)",
-    "x = 2",
-    "1,000",
-    "0.5 %",
-    "2*3^4",
-    r"\begin{pmatrix}1\\2\end{pmatrix}",
-    r"\text{a}",
-    r"1 < x \le \pi",
-    "(1,2)",
+    *(r"\frac{1}{2}", r"\sqrt{2}x^2+3", r"\{1, -2\}", r"[0, \infty)", "x = 2", "1,000", "0.5 %", "2*3^4"),
+    *(r"\begin{pmatrix}1\\2\end{pmatrix}", r"\text{a}", r"1 < x \le \pi", "(1,2)"),
 ]
 OWN = {"FiniteSet": sets.FiniteSet, "And": logic.And}  # math-verify's own classes; they keep the order
-EAGER: tuple[Any, ...] = (
-    sympy.Add,
-    sympy.Mul,
-    sympy.Pow,
-    sympy.Function,
-    sympy.core.relational.Relational,
-    sympy.And,
-    sympy.Or,
-    sympy.Not,
+EAGER: tuple[Any, ...] = (  # they would simplify their arguments
+    *(sympy.Add, sympy.Mul, sympy.Pow, sympy.Function, sympy.Rel, sympy.And, sympy.Or, sympy.Not, sympy.Max, sympy.Min),
+    *(sympy.Union, sympy.Intersection, sympy.Complement, sympy.MatAdd, sympy.MatMul, sympy.MatPow),
 )
-EAGER += (
-    sympy.Max,
-    sympy.Min,
-    sympy.Union,
-    sympy.Intersection,
-    sympy.Complement,
-    sympy.MatAdd,
-    sympy.MatMul,
-    sympy.MatPow,
-)
-
-
 NORMAL = LatexExtractionConfig().normalization_config  # math-verify's: units, malformed operators
 CASE = ConversionConfig(lowercase_symbols=False)  # R is not r; math-verify's default lowers both
 SPACE = r"\\(?:[,;:! ]|thinspace )|[~\s]|\{(?:,|\\,)\}"  # between the digits of a number
-UNICODE = str.maketrans({"−": "-", "–": "-", "⁄": "/", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm "})
+UNICODE = str.maketrans({"×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm "})
 UNICODE |= str.maketrans({"∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in "})
 UNICODE |= str.maketrans({"€": "", "£": "", "¥": "", "≈": r"\approx ", "π": r"\pi ", "∖": r"\setminus "})
 UNICODE |= str.maketrans({"°": r"^\circ ", "∅": r"\emptyset ", "√": r"\sqrt ", "ℝ": r"\mathbb{R}", "∩": r"\cap "})

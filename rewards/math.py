@@ -95,6 +95,7 @@ def _percent(expr):
 
 def _exact(expr):
     exact = {number: Rational(str(number)) for number in expr.atoms(sympy.Float)}
+    exact |= {symbol: sympy.I for symbol in expr.free_symbols if symbol.name == "i"}
     return expr.xreplace(exact | {part: part.args[0] for part in expr.atoms(UnevaluatedExpr)})
 
 
