@@ -13,7 +13,7 @@ is that of math-verify's verify(), verl's "math_verify", but for these departure
 - 12\,345, 1 000, 5., 0.\overline{3}, 2 1/2, ½, 1.6e-19, \frac{1 \pm \sqrt5}{4}, −3, \varnothing, \bigl( are read
 - 2 3 is no number; 2t as the truth is not 2 (in an answer t may be a unit), nor is 2 hours 30 minutes; 2 + 3t is not
   5; without a box, 2x, 2π and 2√3 are not 2
-- 4210_7 is not 4210_5, but 4210 without a base is
+- 4210_7 is not 4210_5, but 4210 without a base is; i is the imaginary unit, so i is \sqrt{-1}
 - a box without a value (AB \perp CD) is compared as text; no number is taken from it
 
 A process in the sandbox that does not know the truth reads the model's text (rewards/_math.py). Its result, which is

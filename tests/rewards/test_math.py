@@ -370,6 +370,7 @@ x\in\mathbb{R} || \mathbb{R}
 5 || 5 m || 5\text{ m} // 2+3t || 2 + 3 m
 -5 || -5 m
 2i || (1+i)^2 || \sqrt{-4} || 2\cdot i // 2 || -2i
+i || \sqrt{-1} // -1
 5 || |3+4i| // |3+5i|
 e^{i\pi/2} || i // -i
 n(n+1)/2 || \frac{n^2+n}{2} || \sum_{i=1}^n i = \frac{n(n+1)}{2}
