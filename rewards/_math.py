@@ -4,7 +4,7 @@ The process that reads the text knows nothing but that text. It answers in JSON,
 objects again: numbers, symbols and sympy's classes by name, and no text that anything would evaluate.
 
 tidy() writes in plain LaTeX what latex2sympy misreads or does not know. It reads `12\,345` as 12 + 345, `2 3` as 5,
-`1.6e-19` with Euler's e, `x'` as x, and `\Gamma` as \gamma.
+`1.6e-19` with Euler's e, `x'` as x, `\Gamma` as \gamma, and `I` as i.
 """
 
 import re
@@ -66,6 +66,7 @@ TIDY: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (r"\\(?:degree|degrees)(?![a-zA-Z])", r"^\\circ"),
     (r"\^\{?\\circ ?\}? ?[CF]$", ""),
     (r"\\Gamma(?![a-zA-Z(])", r"\\mathcal{Gamma}"),
+    (r"(?<![a-zA-Z\\])(?<!text\{)(?<!rm\{)I(?![a-zA-Z(])", r"\\mathcal{I}"),
     (r"(?<=[a-zA-Z])(?:'|\^\{?\\prime\}?)", r"_{prime}"),
     (r"\\(?:text(?:bf|it|rm|normal)?|math(?:bf|rm|it)|mbox|bm|boldsymbol)\{([^{}a-zA-Z]*)\}", r"\1"),  # \text{5}
     (

@@ -23,6 +23,10 @@ ab // AB
 abc // ABC
 Aa // aa
 E // e
+I || I // i || \sqrt{-1}
+2i // 2I
+I_1 || I_{1} // I_2
+\text{I and III} || \text{I, III} // \text{I and II}
 mV // mv
 2R // 2r
 R^2 // r^2
