@@ -4,7 +4,7 @@ The process that reads the text knows nothing but that text. It answers in JSON,
 objects again: numbers, symbols and sympy's classes by name, and no text that anything would evaluate.
 
 tidy() writes in plain LaTeX what latex2sympy misreads or does not know. It reads `12\,345` as 12 + 345, `2 3` as 5,
-`1.6e-19` with Euler's e, `x'` as x, and `\Gamma` as \gamma.
+`1.6e-19` with Euler's e, `x'` as x, `\Gamma` as \gamma, and `I` as i.
 """
 
 import re
@@ -23,46 +23,18 @@ from sympy.core.function import AppliedUndef
 
 SECONDS = 5  # for one text; math-verify's default, too
 WARM = [
-    r"\frac{1}{2}",
-    r"\sqrt{2}x^2+3",
-    r"\{1, -2\}",
-    r"[0, \infty)",
-    "x = 2",
-    "1,000",
-    "0.5 %",
-    "2*3^4",
-    r"\begin{pmatrix}1\\2\end{pmatrix}",
-    r"\text{a}",
-    r"1 < x \le \pi",
-    "(1,2)",
+    *(r"\frac{1}{2}", r"\sqrt{2}x^2+3", r"\{1, -2\}", r"[0, \infty)", "x = 2", "1,000", "0.5 %", "2*3^4"),
+    *(r"\begin{pmatrix}1\\2\end{pmatrix}", r"\text{a}", r"1 < x \le \pi", "(1,2)"),
 ]
 OWN = {"FiniteSet": sets.FiniteSet, "And": logic.And}  # math-verify's own classes; they keep the order
-EAGER: tuple[Any, ...] = (
-    sympy.Add,
-    sympy.Mul,
-    sympy.Pow,
-    sympy.Function,
-    sympy.core.relational.Relational,
-    sympy.And,
-    sympy.Or,
-    sympy.Not,
+EAGER: tuple[Any, ...] = (  # they would simplify their arguments
+    *(sympy.Add, sympy.Mul, sympy.Pow, sympy.Function, sympy.Rel, sympy.And, sympy.Or, sympy.Not, sympy.Max, sympy.Min),
+    *(sympy.Union, sympy.Intersection, sympy.Complement, sympy.MatAdd, sympy.MatMul, sympy.MatPow),
 )
-EAGER += (
-    sympy.Max,
-    sympy.Min,
-    sympy.Union,
-    sympy.Intersection,
-    sympy.Complement,
-    sympy.MatAdd,
-    sympy.MatMul,
-    sympy.MatPow,
-)
-
-
 NORMAL = LatexExtractionConfig().normalization_config  # math-verify's: units, malformed operators
 CASE = ConversionConfig(lowercase_symbols=False)  # R is not r; math-verify's default lowers both
 SPACE = r"\\(?:[,;:! ]|thinspace )|[~\s]|\{(?:,|\\,)\}"  # between the digits of a number
-UNICODE = str.maketrans({"−": "-", "–": "-", "⁄": "/", "×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm "})
+UNICODE = str.maketrans({"×": r"\times ", "·": r"\cdot ", "÷": "/", "±": r"\pm "})
 UNICODE |= str.maketrans({"∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in "})
 UNICODE |= str.maketrans({"€": "", "£": "", "¥": "", "≈": r"\approx ", "π": r"\pi ", "∖": r"\setminus "})
 UNICODE |= str.maketrans({"°": r"^\circ ", "∅": r"\emptyset ", "√": r"\sqrt ", "ℝ": r"\mathbb{R}", "∩": r"\cap "})
@@ -94,6 +66,7 @@ TIDY: list[tuple[str, str | Callable[[re.Match], str]]] = [
     (r"\\(?:degree|degrees)(?![a-zA-Z])", r"^\\circ"),
     (r"\^\{?\\circ ?\}? ?[CF]$", ""),
     (r"\\Gamma(?![a-zA-Z(])", r"\\mathcal{Gamma}"),
+    (r"(?<![a-zA-Z\\])(?<!text\{)(?<!rm\{)I(?![a-zA-Z(])", r"\\mathcal{I}"),
     (r"(?<=[a-zA-Z])(?:'|\^\{?\\prime\}?)", r"_{prime}"),
     (r"\\(?:text(?:bf|it|rm|normal)?|math(?:bf|rm|it)|mbox|bm|boldsymbol)\{([^{}a-zA-Z]*)\}", r"\1"),  # \text{5}
     (
@@ -149,9 +122,10 @@ def plus_minus(text: str) -> str:
 
 
 def plain(text: str, units: bool = True) -> str:
-    r"""LaTeX that latex2sympy reads as meant. With `units`, 5 m and 5\text{ m} become 5."""
+    r"""LaTeX that latex2sympy reads as meant. With `units`, 5 m and 5\text{ m} become 5, but not 2 + 3 m."""
     # only the last \text: normalize_latex would remove all from the first, of 2\text{ hours }30\text{ minutes}
-    return normalize_latex(tidy(re.sub(UNIT, "", text) if units else text), replace(NORMAL, units=units))
+    text, is_sum = tidy(re.sub(UNIT, "", text) if units else text), re.search(r"[\w})]\s*[-+]", text)
+    return normalize_latex(text, replace(NORMAL, units=units and not is_sum))
 
 
 def latex(text: str, units: bool = True):
@@ -205,6 +179,9 @@ def _of_response(text: str) -> list:
     found = parse(text, parsing_timeout=None)
     if not (found and isinstance(found[-1], str)):
         return found[:1]
+    factors = re.findall(rf"(?<![\d.,]){re.escape(found[-1])}(?!\d)([xyzniπ]\b|√|:\d)?", text)
+    if re.fullmatch(r"[\d.,]+", found[-1]) and factors and all(factors):
+        return []  # math-verify takes 2 from 2x, 2π, 2√3, 2:3
     is_percent = isinstance(found[0], sympy.Mul) and found[0].has(sympy.UnevaluatedExpr) and "%" not in found[1]
     value = latex(found[-1] + r"\%" * is_percent)  # math-verify has read it without case and tidy()
     return found[:1] if isinstance(value, str) else [value]

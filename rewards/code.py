@@ -32,6 +32,7 @@ import socket
 import time
 import urllib.request
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,8 +93,13 @@ def _dedent(lines: list[str], columns: int) -> str:
     """The lines without the indentation that the fence and the first line have, or without what they have of it."""
     margins = [re.match(r"[ \t]*", line)[0] for line in lines]
     columns = min([columns, *[_width(margin) for margin, line in zip(margins, lines) if line.strip()][:1]])
-    taken = [next((i for i in range(len(x)) if _width(x[:i]) >= columns), len(x)) for x in margins]
-    return "\n".join(line[i:] for line, i in zip(lines, taken))
+    return "\n".join(line[_taken(margin, columns) :] for line, margin in zip(lines, margins))
+
+
+def _taken(margin: str, columns: int) -> int:
+    """The number of characters that make up the margin's first columns."""
+    widths = accumulate(margin, lambda width, char: width + (4 - width % 4 if char == "\t" else 1), initial=0)
+    return next((i for i, width in enumerate(widths) if width >= columns), len(margin))
 
 
 def parse_tests(ground_truth) -> Tests:

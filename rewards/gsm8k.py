@@ -23,14 +23,17 @@ NUMBER = rf"(?:(?<![\w.])-)?(?:\\?[$€£¥₹] ?-?)?(?:(?:{GROUPED}|\d+)(?:\.\d
 FLEXIBLE = re.compile(NUMBER)
 SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
 WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\b|\\[()\[\]]|[{}\"]")
-LEAD = re.compile(r"[\s:=>(\[<*_]*(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b|:|=)?)?[\s:=(\[]*\+?", re.IGNORECASE)
+LEAD = re.compile(
+    r"(?:[\s:=>→(\[<*_#]|->)*(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b|:|=)?)?[\s:=(\[]*\+?", re.IGNORECASE
+)
 POWER_OF_TEN = re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[×·x*])\s*10\s*\^\s*([-+]?\d{1,3})(?!\w)")
 NOT_ONE_NUMBER = re.compile(
     r"""[.,:]?\d | \s*(?:[,;&|→]|->|=>)\s*[-$]?\d | \s+-?[$\d] | \s*[²³¹⁰⁴-⁹¼-¾⅐-⅞]  # 1.2.3   18:30   18, 19   18 1/2
-      | \s*(?:\*\*?|[-/^+×÷·⋅±√=]|\\(?:times|cdot|div|pm)\b|x(?=\s*\d))\s*[-$]?[\d(.=]  # 18/2   18 - 20   18 = 9 * 2
+      | \s*(?:\*\*?|[-/^+×÷·⋅±√=]|\\(?:times|cdot|div|pm)\b|[xX](?=\s*\d))\s*[-$]?[\d(.=]  # 18/2   18 - 20   18 = 9 * 2
       | \s*\\(?:frac|sqrt)\b | [xyzni]\b                          # 18\sqrt{2}   18x
       | \s*(?:[kKMB]|bn|hundred|thousand|million|billion|dozen)\b | \s*(?:\\?%|percent)\s*of\b
-      | (?:\s+[^\W\d]{1,20}|\\?%){0,2}\s+\(?(?:or|and|to)\s+[-$]?\d                     # 18 or 19
+      # 18 or 19, 18 eggs - 2 eggs, 18 and a half
+      | (?:\s+[^\W\d]{1,20}|\\?%){0,2}\s+\(?(?:(?:or|and|to|plus|minus|times)\s|[-+*/×÷])\s*(?:[-$]?\d|a\ half)
     """,
     re.VERBOSE,
 )

@@ -11,7 +11,9 @@ is that of math-verify's verify(), verl's "math_verify", but for these departure
 - \{1,2\} is not (1,2); both equal the list 1, 2
 - an inequality in one variable is the set of its solutions, also where the truth is that set
 - 12\,345, 1 000, 5., 0.\overline{3}, 2 1/2, ½, 1.6e-19, \frac{1 \pm \sqrt5}{4}, −3, \varnothing, \bigl( are read
-- 2 3 is no number; 2t as the truth is not 2 (in an answer t may be a unit), nor is 2 hours 30 minutes
+- 2 3 is no number; 2t as the truth is not 2 (in an answer t may be a unit), nor is 2 hours 30 minutes; 2 + 3t is not
+  5; without a box, 2x, 2π and 2√3 are not 2
+- 4210_7 is not 4210_5, but 4210 without a base is; i is the imaginary unit, so i is \sqrt{-1}
 - a box without a value (AB \perp CD) is compared as text; no number is taken from it
 
 A process in the sandbox that does not know the truth reads the model's text (rewards/_math.py). Its result, which is
@@ -47,8 +49,9 @@ LONGEST, TAIL = 1000, 10_000  # characters
 NUMBER = re.compile(r"-?[0-9][0-9.,/]{0,40}")
 TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox)\s*\{([^{}]*)\}")
 WORD = re.compile(r"[A-Za-z]?[a-z]{2,}(?: [a-z]+)*|[A-Z]{4,}")  # in a formula: Even, no solution; not Rr, ABC
+BASE = re.compile(r"\d_\{?(\d+)\}?\W*$")
 PACKAGES = ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "mpmath")
-DIGITS = 60  # in which irrational numbers are compared
+DIGITS = 1000  # in which irrational numbers and powers are compared: 2^{2004} - 1 is not 2^{2004}
 FLIPPED = {sympy.Gt: sympy.Lt, sympy.Lt: sympy.Gt, sympy.Ge: sympy.Le, sympy.Le: sympy.Ge}
 
 
@@ -92,6 +95,7 @@ def _percent(expr):
 
 def _exact(expr):
     exact = {number: Rational(str(number)) for number in expr.atoms(sympy.Float)}
+    exact |= {symbol: sympy.I for symbol in expr.free_symbols if symbol.name == "i"}
     return expr.xreplace(exact | {part: part.args[0] for part in expr.atoms(UnevaluatedExpr)})
 
 
@@ -109,7 +113,7 @@ def _close(truth, answer) -> bool:
         return truth == answer
     apart, size = abs(truth - answer), abs(truth)
     if not decimals:
-        return apart == 0 or bool(not apart.is_Rational and apart <= (size or 1) * 10 ** (10 - DIGITS))
+        return apart == 0 or bool(not apart.is_Rational and apart <= (size or 1) / 10 ** (DIGITS - 10))
     coarsest = min(int("".join(map(str, number.normalize().as_tuple().digits))) for number in decimals)  # 12 of 0.0012
     small = Rational(1, 10**6)
     return bool(apart <= size * small and (apart <= small or 2 * coarsest * apart <= size))
@@ -126,12 +130,14 @@ def _sides(expr) -> list | None:
 
 
 def _is_name(expr) -> bool:
-    """x, f(x), f(2), sin x, (x, y), the segments AB and |AB|, the angle ABC; not x + y, 2x, xy, |x|."""
+    """x, f(x), f^{-1}(2), sin x, (x, y), the segments AB and |AB|, the angle ABC; not x + y, 2x, xy, |x|."""
     if isinstance(expr, sympy.Mul):
         names = [isinstance(part, sympy.Symbol) and part.name for part in expr.args]
         return all(name and (len(name) > 1 or name.isupper() or name == "m") for name in names)
     if isinstance(expr, Tuple | Interval | TrigonometricFunction):
         return all(map(_is_name, expr.args[:2]))
+    if isinstance(expr, sympy.Pow):
+        return expr.exp == -1 and isinstance(expr.base, AppliedUndef)
     if isinstance(expr, sympy.Abs):
         return isinstance(expr.args[0], sympy.Mul) and _is_name(expr.args[0])
     return isinstance(expr, sympy.Symbol | AppliedUndef | sympy.Derivative)
@@ -252,18 +258,23 @@ def _read(text: str, is_answer: bool) -> list:
     return _in_time(lambda: [_math.load(data) for data in found], default=[])
 
 
+def _bare(text: str) -> str:
+    r"""Even of \text{ Even.}, C of \textbf{(C)}."""
+    text = re.sub(r"[\s~]+", " ", TEXT.sub(r"\1", text).replace("\\ ", " ")).strip(" .$")
+    return re.sub(r"^\((.*)\)$", r"\1", text)
+
+
 def _same_words(truth: str, answer: str) -> bool:
     r"""Whether two text answers are equal but for case: \text{Even} and even, \text{(C)} and c; not \text{R} and r."""
-    bare = [re.sub(r"[\s~]+", " ", TEXT.sub(r"\1", text).replace("\\ ", " ")).strip(" .$") for text in (truth, answer)]
-    bare = [re.sub(r"^\((.*)\)$", r"\1", text) for text in bare]
+    bare = [_bare(truth), _bare(answer)]
     are_text = TEXT.search(truth) or TEXT.search(answer) or all(map(WORD.fullmatch, bare))
     letters = bare[0].replace(" ", "").isalpha() and (len(bare[0]) > 1 or bare[0].lower() in "abcdefghij")  # a choice
     return bool(are_text) and (bare[0] == bare[1] or (letters and bare[0].lower() == bare[1].lower()))
 
 
 def _text(value) -> str:
-    """A readable text, the same for equal numbers, lists, points and intervals of them."""
-    value = value_of(value)
+    """A readable text, the same for equal numbers, lists, points, and intervals or inequalities of them."""
+    value = _solutions(value_of(value))
     if isinstance(value, list | FiniteSet):
         return ", ".join(sorted(set(map(_text, value))))
     if isinstance(value, Tuple | Interval):
@@ -289,9 +300,13 @@ def grade(text: str, truth: str, is_answer: bool = True) -> tuple[bool, str | No
         return text == truth != "", text or None
     if not (values := _read(text, is_answer) if text else []):
         return False, (text if is_answer else "") or None
-    right = any(_in_time(same, _read_here(truth), value, default=False) for value in values)
+    bases = [BASE.findall(side) for side in (truth, text)]  # the value of 12_7 is 12
+    right = not all(bases) or bases[0] == bases[1]
+    right = right and any(_in_time(same, _read_here(truth), value, default=False) for value in values)
     if right or (is_answer and _same_words(truth, text)):
         return True, truth
+    if len(words := _bare(text)) > 2 and WORD.fullmatch(words):  # xy is yx
+        return False, words.lower()
     return False, _in_time(_text, values[0], default=text if is_answer else str(values[0]))
 
 

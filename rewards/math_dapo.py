@@ -30,14 +30,14 @@ UNITS = re.compile(
     r"|integers|multiples|edges|students|meals)\b(?:\^\{?[23]\}?)?|\ban?\s",
 )
 SPACES = re.compile(r"(?:\\[;,: ]|\\q?quad\b|[\s~])+")
-MARKS = re.compile(r"\^(?:\\circ|\{\\circ\})|\\l?dots|\{,\}|,\\!|\\[!()\[\]]|[$\"*]")
+MARKS = re.compile(r"\^(?:\\circ|\{\\circ\})|\\l?dots|\{,\}|,\\!|\\[!()\[\]]|[$\"*°]")
 
 
 def normalise(answer: str) -> str:
     r""" "x = $\frac12$ cm." -> r"\frac{1}{2}", "1{,}000 dollars" -> "1000"."""
     boxed = last_boxed(answer)
     answer = (answer if boxed is None else boxed).rpartition("=")[2].replace("\\$", "")
-    inline = re.search(r"\$([^$]*)\$", answer)
+    inline = re.search(r"\$([^$]+)\$", answer)
     answer = WRAPPED.sub(r" \1", SUFFIX.sub("", inline[1] if inline else answer))
     answer = SPACES.sub(" ", MARKS.sub("", UNITS.sub("", answer)))
     answer = SPACED.sub(lambda number: number[0].replace(" ", ""), answer)

@@ -12,7 +12,7 @@ import re
 from rewards.answers import answer_text, bad_truth, boxes, last_tagged, one_truth
 
 LINE = re.compile(
-    r"(?:answer(?: choice| option)?|(?:correct|right|best) (?:choice|option))\**\s*(?::|=|-|\bis\b|\n)[\s:]*"
+    r"(?:answer(?: choice| option)?|(?:correct|right|best) (?:choice|option))[\"'*]*\s*(?::|=|-|\bis\b|\n)[\s:]*"
     r"(?=([^\n]{0,200}))",  # ahead, as another may follow in the line: "Answer: by the above, the answer is B"
     re.IGNORECASE,
 )
@@ -21,8 +21,8 @@ WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\b|[\\{}$*\"'`\[\]<
 FILLER = re.compile(
     r"""(?: \b(?:i|we)\s+(?:(?:would|d|will|ll)\s+)?(?:think|believe|guess|say|choose|chose|pick|select|go\s+with)\b
       | \b(?:i|we)\s+(?:am|m|are|re)\s+(?:\w{1,20}\s+)?(?:sure|certain|confident)\b
-      | \b(?:it|this|that|the|my|correct|right|best|final|answer|option|choice|letter|is|was|s|must|should|would|be
-            |probably|likely|most|clearly|definitely|certainly|therefore|thus|so|hence)\b
+      | \b(?:it|this|that|the|my|correct|right|best|final|answer|option|choice|letter|is|was|s|must|should|would
+            |could|may|might|be|probably|likely|most|clearly|definitely|certainly|therefore|thus|so|hence)\b
       | [\s:,=→✅-] )*""",
     re.IGNORECASE | re.VERBOSE,
 )

@@ -50,7 +50,7 @@ READERS = {
     "answer_text": answers.answer_text,
     "last_boxed": answers.last_boxed,
     "last_tagged": answers.last_tagged,
-    "extract_program": code.extract_program,
+    "extract_program": lambda text: code._dedent(code.extract_program(text).split("\n"), len(text)),
     "gsm8k strict": lambda text: gsm8k.compute_score("", text, "7"),
     "gsm8k flexible": lambda text: gsm8k.compute_score("", text, "7", method="flexible"),
     "math_dapo": lambda text: math_dapo.compute_score("", text, "7"),

@@ -23,6 +23,10 @@ ab // AB
 abc // ABC
 Aa // aa
 E // e
+I || I // i || \sqrt{-1}
+2i // 2I
+I_1 || I_{1} // I_2
+\text{I and III} || \text{I, III} // \text{I and II}
 mV // mv
 2R // 2r
 R^2 // r^2
@@ -111,6 +115,7 @@ y=2x+1 || 2x-y+1=0
 y=\frac{1}{2}x+3 || 2y=x+6
 1,2 || x=1\text{ or }x=2 || x=1, x=2 || x=1 or x=2
 x^2 || f(x)=x^2 || y=x^2
+\frac{x-3}{2} || f^{-1}(x)=\frac{x-3}{2} // x^{-1}=\frac{x-3}{2} || \frac{1}{f(x)}=\frac{x-4}{2}
 f(x)=x^2 || x^2 // f(x)=x^3
 0 || x=0 || 0=0 // x^2-4=0
 x^2-4=0 || x^2=4
@@ -366,6 +371,16 @@ x\in\mathbb{R} || \mathbb{R}
 \text{Yes} || Yes
 (−1,2) || (-1,2)
 \sqrt{−x} || \sqrt{-x}
+5 || 5 m || 5\text{ m} // 2+3t || 2 + 3 m
+-5 || -5 m
+2i || (1+i)^2 || \sqrt{-4} || 2\cdot i // 2 || -2i
+i || \sqrt{-1} // -1
+5 || |3+4i| // |3+5i|
+e^{i\pi/2} || i // -i
+n(n+1)/2 || \frac{n^2+n}{2} || \sum_{i=1}^n i = \frac{n(n+1)}{2}
+4210_5 || 4210_{5} || 4210_{5}. || 4210 // 4210_{7} || 4211_5
+2^{2004} || 4^{1002} // 2^{2004}-1 || 2^{2005}
+1 // 1-\frac{1}{2^{2004}}
 AB\perp CD || AB \perp CD. || $AB\perp CD$ // AB\perp CE
 \frac{k\pi}{2}, k\in\mathbb{Z} || \dfrac{k\pi}2,k\in\mathbb{Z} // \frac{k\pi}{3}, k\in\mathbb{Z}
 \text{2 hours} || 2
@@ -413,6 +428,11 @@ def test_answers(kind, line):
         ("It is 50%", r"50\%", True),
         ("It is 50 percent", r"\frac12", True),
         ("It is 7.", "7", True),
+        ("It is 2π.", "2", False),
+        ("It is 2√3", "2", False),
+        ("It is 2x", "2", False),
+        ("As 2x = 4, it is 2.", "2", True),
+        ("It is 2cm", "2", True),
     ],
 )
 def test_responses_without_a_box(response, truth, right):
@@ -427,6 +447,8 @@ VOTES = [  # truth, equal right answers, equal wrong answers, another wrong one
     ("x+1", ["x+1", "1+x"], ["x+2", "2 + x"], "x"),
     ("5", ["5"], [r"10\%", r"10 \%"], r"11\%"),
     ("5", ["x=5"], ["3", "x=3", "3=y"], "x=4"),
+    ("5", ["5"], [r"x\ge3", r"[3,\infty)", r"3\le x"], "x>3"),
+    (r"\text{No}", ["no", "No"], ["Yes", r"\text{yes}", "yes."], r"\text{maybe}"),
     ("(1,2)", ["(1,2)"], ["(0.5,1)", r"(\frac12, 1)"], "[0.5,1]"),
 ]
 

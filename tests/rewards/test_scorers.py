@@ -222,7 +222,6 @@ MATH = [  # ground truth, response, right
     (r"\text{Evelyn}", r"\boxed{Evelyn}", True),
     (r"\text{east}", r"\boxed{\text{West}}", False),
     # what one might expect of it, and it does not do
-    ("i", r"\boxed{\sqrt{-1}}", False),
     ("11_2", r"\boxed{11}", True),
 ]
 
