@@ -237,9 +237,8 @@ def update(
             if entropy_coef:
                 losses = losses - entropy_coef * entropy
             if args.kl_coef > 0 and args.kl_placement == "loss":
-                kl = core_algos.kl_penalty(
-                    log_probs, t["ref_log_prob"], args.kl_estimator or "k3+", mask, old_log_probs
-                )
+                estimator = args.kl_estimator or "k3+"
+                kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], estimator, mask, old_log_probs)
                 losses = losses + args.kl_coef * kl
                 token_metrics["actor/ref_kl"] = kl.detach()
             loss = core_algos.agg_loss(

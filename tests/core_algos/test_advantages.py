@@ -235,7 +235,7 @@ TENSORS = {  # of the shape that each has beside rewards (B, T)
     "reward_baselines": lambda x: x[:, 0],
     "reward_components": lambda x: x,
     "anchor_states": lambda x: x.long(),
-    "turn_numbers": lambda x: x.long(),
+    "turn_numbers": lambda x: torch.ones_like(x).long(),
 }
 
 

@@ -691,7 +691,9 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
         ids = list(again.outputs[0].token_ids)
         log_p = model(input_ids=torch.tensor([long + ids])).logits[0].log_softmax(-1)[len(long) - 1 : -1]
         got = [lp[token].logprob for token, lp in zip(ids, again.outputs[0].logprobs)]
-        assert (log_p.gather(1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(got)).abs().max() < 1e-4
+        # 200 tokens: DeepSeek's router has near ties, which the rounding of a CPU's kernels decides (3e-4 on a Xeon)
+        bound = 1e-3 if kind == "deepseek_v3" else 1e-4
+        assert (log_p.gather(1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(got)).abs().max() < bound
         assert out.outputs[0].token_ids != again.outputs[0].token_ids
     monkeypatch.setattr(engine.llm.llm_engine.vllm_config.load_config, "load_format", "auto")  # as a server has it
     engine.llm.collective_rpc(vllm_weights.WorkerExtension.reload_from, args=(path,))

@@ -738,6 +738,7 @@ def test_a_sync_that_is_skipped_stops_the_run(engine_and_model, monkeypatch):
             sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
     with monkeypatch.context() as patch:  # the server says yes and does nothing
         patch.setattr(engine.weights, "way", "reload_from")
+        patch.setattr(engine, "_take_lease", lambda _: None)
         patch.setattr(engine.servers, "on_workers", lambda url, method, **_: order(url, "weight_transfer_backend"))
         perturb(model)
         with pytest.raises(WeightSyncError, match="does not compute with them"):
