@@ -171,7 +171,7 @@ def ended_before(folder: Path, runs: list[Run]) -> set[str]:
             try:
                 row = json.loads(line)
                 ended[row["name"]] = (shlex.join(row["command"]), int(row["exit_code"]))
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 raise InputError(f"{record} line {number}: no row of a sweep: fix or delete it") from error
     for run in runs:
         command = shlex.join(run.command)
