@@ -36,7 +36,8 @@ RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=]{20,}")
 VALUE = r"""["'\\]*(?P<value>(?:(?:[Bb]earer|[Bb]asic|[Tt]oken)\s+)?[^\s"'\\,;&|]{0,200})"""
 NAMED = re.compile(  # NAME=value, "name": "value", Header: value; and an option with its value
     rf"""(?<![\w.-])(?P<name>[\w.-]+)["'\\]*\s*[:=]\s*(?={VALUE})"""
-    rf"""|(?<![\w.-])(?P<option>--?[A-Za-z][\w.-]*)["'\\]*[\s,][\s,\\]*(?!["'\\]*--)(?={VALUE.replace("value", "word", 1)})"""
+    r"""|(?<![\w.-])(?P<option>--?[A-Za-z][\w.-]*)["'\\]*[\s,][\s,\\]*(?!["'\\]*--)"""
+    rf"""(?={VALUE.replace("value", "word", 1)})"""
 )
 PROSE = re.compile(r"(?:^|[_.-])(?:prompt|template|rubric|stop|stop-when)$")  # flags and keys whose text is for a model
 FORMS = {

@@ -169,8 +169,10 @@ def test_a_run_that_cannot_start_gives_its_place_to_the_next(sweep, tmp_path, ca
 
 @pytest.mark.parametrize(
     "row",
-    ["x", "[5]", "{}", '{"name": [], "command": [], "exit_code": 0}', "[" * 10**5, "\udcff"]
-    + ['{"name": "a", "command": [], "exit_code": 1e999}'],
+    [
+        *("x", "[5]", "{}", '{"name": [], "command": [], "exit_code": 0}', "[" * 10**5, "\udcff"),
+        '{"name": "a", "command": [], "exit_code": 1e999}',
+    ],
 )
 def test_a_damaged_record_is_one_line(sweep, tmp_path, row):
     args = sweep(seeds=[1])
