@@ -16,6 +16,7 @@ A run is named by its setting and seed, lr=1e-6,loss=gspo,seed=2. A sweep that w
 again: with the checkpoints of its runs (--resume auto), and without those that have ended. Runs that fail do not stop
 the others. `python -m tools.page runs/sweep` shows them all."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -37,6 +38,7 @@ import tyro
 import yaml
 
 from lib import InputError, how_it_ended
+from lib.args.groups import LONGEST_RUN_NAME
 from lib.cli.flags import entries, read_yaml, texts
 from lib.cli.process import command_line
 from lib.cli.secrets import secret_in
@@ -45,7 +47,6 @@ from lib.run.run import take_lock
 ROOT = Path(__file__).parents[1]
 KEYS = {"script", "flags", "grid", "settings", "seeds"}
 OWN = {"seed", "run-name", "output-dir", "resume"}  # flags that a sweep sets itself
-LONGEST_NAME = 200  # bytes of a folder's name
 MOST_RUNS = 10_000
 INTEGER = re.compile("0|-?[1-9][0-9]*", re.ASCII)
 
@@ -135,7 +136,10 @@ def make_run(script: str, fixed: dict[str, list[str]], setting: dict[str, list[s
     """fixed, setting: the words of the command line, by flag."""
     shown = [f"{flag}={' '.join(of_flag[1:]) or str(of_flag[0] == f'--{flag}')}" for flag, of_flag in setting.items()]
     name = re.sub(r"[^\w.=,+-]+", "_", ",".join([*shown, f"seed={seed}"]))
-    name = name.encode()[-LONGEST_NAME:].decode(errors="ignore").lstrip(".,-")
+    if len(name.encode()) > LONGEST_RUN_NAME:  # others may end in the same way
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{digest},{name.encode()[-LONGEST_RUN_NAME + 9 :].decode(errors='ignore')}"
+    name = name.lstrip(".,-")
     own = {"seed": seed, "run-name": name, "output-dir": str(folder), "resume": "auto"}
     words_of = fixed | setting | {flag: [f"--{flag}", value] for flag, value in own.items()}
     return Run(name, [script, *itertools.chain(*words_of.values())])
@@ -171,7 +175,7 @@ def ended_before(folder: Path, runs: list[Run]) -> set[str]:
             try:
                 row = json.loads(line)
                 ended[row["name"]] = (shlex.join(row["command"]), int(row["exit_code"]))
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 raise InputError(f"{record} line {number}: no row of a sweep: fix or delete it") from error
     for run in runs:
         command = shlex.join(run.command)

@@ -143,7 +143,7 @@ def _settings(file: Path) -> dict[str, Any]:
     try:
         toml = tomllib.loads(_read(file)) if file.exists() else {}
         jsonschema.Draft202012Validator(SETTINGS).validate(toml)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise InputError(f"{file}: {error}") from error
     except jsonschema.ValidationError as error:
         what = f"not supported: {error.message[:200]}"
@@ -166,11 +166,11 @@ def _read_dockerfile(file: Path) -> tuple[list[tuple[Path, str]], str]:
             case ["FROM", image] if image.partition(":")[0] in PLAIN_IMAGES:
                 pass
             case ["WORKDIR", path] if not SPECIAL & set(path):
-                workdir = str(PurePosixPath(workdir, path))
+                workdir = os.path.normpath(PurePosixPath(workdir, path))
             case ["COPY", *sources, target] if sources and sources[0][0] != "-" and not SPECIAL & set(line):
                 into_folder = len(sources) > 1 or target.endswith(("/", "."))
                 for source in sources:
-                    files += _copied(file.parent, source, str(PurePosixPath(workdir, target)), into_folder)
+                    files += _copied(file.parent, source, os.path.normpath(PurePosixPath(workdir, target)), into_folder)
             case _:
                 raise InputError(f"{file} line {number}: {line.strip()[:100]}: not without Docker: {ELSEWHERE}")
     return files, workdir

@@ -410,7 +410,7 @@ class StopWhen(NamedTuple):
     def parse(cls, text: str) -> "StopWhen":
         """Raises InputError for a text that is not one comparison."""
         found = re.fullmatch(r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", text)
-        if found is None:
+        if found is None or math.isinf(float(found[3])):  # 1e999
             how = '"val/x/mean@1 >= 0.9": a metric, one of >=, <=, > and <, and a number'
             raise InputError(f"--stop-when {text!r}: give one comparison such as {how}")
         return cls(found[1], found[2], float(found[3]))

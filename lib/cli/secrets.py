@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 NAME = re.compile(  # in lower case, with _ between words
-    r"(?:^|_)(?:(?:api|access|auth|secret|private|signing|encryption|license|openai|anthropic)_?keys?"
+    r"(?:^|_)(?:(?:api|access|auth|secret|private|signing|encryption|license|subscription|openai|anthropic)_?keys?"
     r"|(?:api|access|auth|bearer|refresh|session|bot|hf)_?tokens?|secrets?|passw(?:or)?ds?|passphrase|pwd"
-    r"|authorization|credentials?|(?:basic|http)_auth)$|^token$"
+    r"|authorization|bearer|cookies?|credentials?|(?:basic|http)_auth)$|^(?:token|pat)$"
 )
 NAME_OF_VARIABLE = re.compile(
     r"(?:^|[_-]|api|pg)(?:key|token|secret|password|passwd|passphrase|authorization|credentials?)$"
@@ -36,7 +36,8 @@ RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[A-Za-z0-9+/=]{20,}")
 VALUE = r"""["'\\]*(?P<value>(?:(?:[Bb]earer|[Bb]asic|[Tt]oken)\s+)?[^\s"'\\,;&|]{0,200})"""
 NAMED = re.compile(  # NAME=value, "name": "value", Header: value; and an option with its value
     rf"""(?<![\w.-])(?P<name>[\w.-]+)["'\\]*\s*[:=]\s*(?={VALUE})"""
-    rf"""|(?<![\w.-])(?P<option>--?[A-Za-z][\w.-]*)["'\\]*[\s,]+(?!["'\\]*--)(?={VALUE.replace("value", "word", 1)})"""
+    r"""|(?<![\w.-])(?P<option>--?[A-Za-z][\w.-]*)["'\\]*[\s,][\s,\\]*(?!["'\\]*--)"""
+    rf"""(?={VALUE.replace("value", "word", 1)})"""
 )
 PROSE = re.compile(r"(?:^|[_.-])(?:prompt|template|rubric|stop|stop-when)$")  # flags and keys whose text is for a model
 FORMS = {
@@ -108,7 +109,7 @@ def _of_form(text: str, where: str) -> str | None:
 
 
 def _snake(name: str) -> str:
-    return re.sub(r"[.-]|(?<=[a-z\d])(?=[A-Z])", "_", name.strip("-")).lower()
+    return re.sub(r"[.\s-]|(?<=[a-z\d])(?=[A-Z])", "_", name.strip("-").removeprefix("D")).lower()
 
 
 def _is_secret(name: str, value: str) -> bool:
@@ -123,7 +124,8 @@ def _is_secret(name: str, value: str) -> bool:
     if name.isupper():
         return bool(NAME_OF_VARIABLE.search(name))
     is_token = snake.endswith("_token") and re.fullmatch(r"[\w+/=.~-]{6,}", value)
-    return bool(is_token or (snake.endswith(("key", "token")) and RANDOM.fullmatch(value)))
+    is_pass = re.search(r"(?:^|_)(?:pass|pw)$", snake) and re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])\S{6,}", value)
+    return bool(is_token or is_pass or (snake.endswith(("key", "token")) and RANDOM.fullmatch(value)))
 
 
 def _named_secret(text: str) -> str | None:

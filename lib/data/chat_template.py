@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from lib import InputError
 
 MARK = "Zq7"  # changes a text, also where a template trims it
+LONG = 16  # characters: the template itself may hold a shorter text
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # of transformers
 
 
@@ -49,7 +50,7 @@ def question_of(messages: list[dict]) -> int:
 
 def left_out(messages: list[dict], text: str, render: Callable[[list[dict]], str]) -> list[int]:
     """The numbers of the messages whose text the chat template does not write into `text`, its output: nothing changes
-    with what stands before or behind it. Of the question neither end may be without effect.
+    with what stands before or behind it. Of the question neither end nor the middle may be without effect.
     render raises InputError for messages that the template refuses."""
 
     def has_effect(i: int, change: Callable[[str], str]) -> bool:
@@ -61,11 +62,17 @@ def left_out(messages: list[dict], text: str, render: Callable[[list[dict]], str
 
     found = []
     for i, message in enumerate(messages):
-        if not all(part.strip() in text for part in _texts(message.get("content"))):
-            effects = [has_effect(i, change) for change in (lambda own: f"{MARK} {own}", lambda own: f"{own} {MARK}")]
-            if not (all(effects) if i == question_of(messages) else any(effects)):
+        is_question = i == question_of(messages)
+        if not all((len(p) >= LONG or not is_question) and p.strip() in text for p in _texts(message.get("content"))):
+            ends = [has_effect(i, change) for change in (lambda own: f"{MARK} {own}", lambda own: f"{own} {MARK}")]
+            if not (all(ends) and has_effect(i, _with_other_middle) if is_question else any(ends)):
                 found.append(i)
     return found
+
+
+def _with_other_middle(text: str) -> str:
+    half = len(text) // 2
+    return text[:half] + MARK + text[half + len(MARK) :]
 
 
 def _texts(content: Any) -> list[str]:

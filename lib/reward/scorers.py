@@ -103,11 +103,12 @@ def _modules_for(datasets: list) -> list[str]:
 
 def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
     function = load_object("--reward", spec)
-    if not callable(function):
-        raise InputError(f"--reward {spec}: it is not a function")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:  # a compiled function may have none
+        raise InputError(f"--reward {spec}: it is not a function of Python") from error
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
-    signature = inspect.signature(function)
     form = _form(signature.parameters)
     if "completions" in signature.parameters and plural(form, "solution_str") not in signature.parameters:
         how = "three lines turn it into a scorer (docs/coming_from_trl.md#reward-functions)"

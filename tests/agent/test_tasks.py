@@ -412,6 +412,7 @@ def test_the_provider_of_the_documents(tmp_path, monkeypatch):
         ({"task.toml": "[verifier]\ntimeout_sec = 'long'"}, "task.toml: verifier.timeout_sec: "),
         ({"task.toml": "[verifier]\ntimeout_sec = 0"}, "task.toml: verifier.timeout_sec: "),
         ({"task.toml": "[verifier]\nenv = {A = 'b'}"}, "task.toml: verifier.env: "),
+        ({"task.toml": "[verifier]\ntimeout_sec = " + "9" * 5000}, "task.toml: Exceeds the limit"),
         ({"task.toml": "[environment]\nmemory_mb = 1"}, "task.toml: environment.memory_mb: "),
         ({"task.toml": "[[steps]]\nname = 'a'"}, "task.toml: steps: "),
         ({"task.toml": "[environment]\ndocker_image = 'x:1'"}, "docker_image x:1: not without Docker: give a provider"),
@@ -427,6 +428,14 @@ def test_the_provider_of_the_documents(tmp_path, monkeypatch):
         (
             {"environment/Dockerfile": "FROM ubuntu\nWORKDIR /app\nCOPY a.jpeg /usr/lib/"},
             "writes to /usr, which is read only",
+        ),
+        (
+            {"environment/Dockerfile": "FROM ubuntu\nWORKDIR ../etc\nCOPY a.jpeg ."},
+            "writes to /etc, which is read only",
+        ),
+        (
+            {"environment/Dockerfile": "FROM ubuntu\nWORKDIR /app\nCOPY a.jpeg /app/../etc/b"},
+            "writes to /etc, which is read only",
         ),
         ({"environment/Dockerfile": "FROM ubuntu\nCOPY a.jpeg /"}, "writes to /, which is read only"),
         ({"instruction.md": None}, "instruction.md: no such file"),

@@ -100,6 +100,9 @@ HOLD_A_KEY = [
         '{"cmd": "prog --api-key hunter22"}',
         {"X-Auth-Token": KEY},
     ),
+    *("prog --bearer hunter22", "prog --pat hunter22", "java -DapiKey=hunter22 x", "prog --api-key \\\n hunter22"),
+    *('{"headers": {"Cookie": "session=hunter22"}}', '{"api key": "hunter22"}', '{"auth": {"pass": "hunter22"}}'),
+    *('{"Ocp-Apim-Subscription-Key": "hunter22"}', "prog --pass hunter22"),
     *('{"slack_token": "hunter22"}', f'{{"{KEY}": 1}}', ("a", "--api-key", "hunter22"), '{"label_key": "a1" * 12}'),
 ]
 HOLD_A_KEY[HOLD_A_KEY.index("prog --key")] += f" {'a1' * 12}"
@@ -126,6 +129,7 @@ def test_what_holds_a_key_is_refused(value):
         '{"revision": "0123456789abcdef0123456789abcdef01234567", "tokens": ["password", "key", "token"]}',
         "data/level=token/token=5/part.parquet",
         "path/to/token.py:password",
+        "prog --pass 3 --path DATA --cookie-jar x --passes first2 --partition-key day",
         "val/token/mean@1 >= 0.9",
         "http://localhost:8000/v1",
         "Qwen/Qwen2.5-1.5B-Instruct",

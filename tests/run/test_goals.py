@@ -64,7 +64,8 @@ def test_the_bound_of_other_scores_is_by_standard_error():
 
 
 @pytest.mark.parametrize(
-    "text", ["val/x/mean@1", "val/x >= ", ">= 0.9", "a >= 1 and b >= 2", "a == 1", "a >= x", "a > 1e", "a >= inf"]
+    "text",
+    ["val/x/mean@1", "val/x >= ", ">= 0.9", "a >= 1 and b >= 2", "a == 1", "a >= x", "a > 1e", "a >= inf", "a > 1e999"],
 )
 def test_an_expression_is_one_comparison(text):
     with pytest.raises(InputError, match="give one comparison such as") as error:

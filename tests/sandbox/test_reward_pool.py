@@ -813,7 +813,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 
 FORMS = """
 import asyncio
-number = 1
+number, largest = 1, max
 async def slowly(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
     return {"score": float(solution_str), "pred": solution_str}
@@ -1013,7 +1013,8 @@ def test_scorers_of_this_project_by_data_source(workers):
         (["none.py:f"], {}, "--reward none.py:f: give an existing file and a name in it"),
         (["{file}"], {}, "give an existing file and a name in it"),
         (["{file}:absent"], {}, "has no 'absent'"),
-        (["{file}:number"], {}, "it is not a function"),
+        (["{file}:number"], {}, "it is not a function of Python"),
+        (["{file}:largest"], {}, "it is not a function of Python"),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),

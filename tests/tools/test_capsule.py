@@ -364,6 +364,8 @@ def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_pat
         {"auto_map": {"AutoConfig": "evil.Config"}},
         {"rope_parameters": {"auto_map": {}}},
         {"num_hidden_layers": 10**7},
+        {"vocab_size": None},
+        {"model_type": "reformer"},  # an assertion
         {"model_type": "evil\x1b[2J"},
         deep,
         table,
