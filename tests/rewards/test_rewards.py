@@ -95,7 +95,7 @@ MATH = [  # response, truth, score, pred
     (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1.0, r"\{1,2\}"),
     (r"\boxed{[0,1)}", "[0,1]", 0.0, "[0, 1)"),
     (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1.0, r"\text{Evelyn}"),
-    (r"\boxed{\text{Angela}}", r"\text{Evelyn}", 0.0, "Angela"),
+    (r"\boxed{\text{Angela}}", r"\text{Evelyn}", 0.0, "angela"),
     (r"\boxed{1{,}000}", "1000", 1.0, "1000"),
     ("the answer is $7$.", "7", 1.0, "7"),
     (r"\boxed{3} and \boxed{unfinished", "3", 1.0, "3"),
