@@ -43,6 +43,7 @@ def rollout(setting: str, prompts: int, seed: int) -> DataProto:
     mask = (torch.arange(T) < lengths[:, None]).long()
     responses = torch.randint(4, 1000, (rows, T), generator=g) * mask
     tensors = {
+        "prompts": ids,
         "input_ids": torch.cat([ids, responses], 1),
         "attention_mask": torch.cat([torch.ones_like(ids), mask], 1),
         "position_ids": torch.arange(P + T).repeat(rows, 1),

@@ -126,7 +126,7 @@ def host_syncs(options: Options, device: torch.device) -> Iterator[dict]:
     batch = random_batch([8] * 16, [24] * 16, model.config.vocab_size, device)
     mask = batch.batch["response_mask"].float()
     same = dict.fromkeys(("loss_mask", "denominator_mask", "valid_mask"), batch.batch["response_mask"].bool())
-    batch.batch.update(same | {"rollout_log_probs": -mask, "advantages": mask})
+    batch.batch.update(same | {"rollout_log_probs": -mask, "advantages": mask, "is_fresh": mask.any(1)})
     counts = {}
     for parts in (2, 8):
         forward = ForwardConfig(32 * 16 // parts, Sampling(16), None, torch.bfloat16)
