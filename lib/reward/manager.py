@@ -69,9 +69,7 @@ class RewardManager:
         rows = mask.any(1).nonzero().flatten().tolist()
         if "answer" in columns:  # of --agent
             rows = [i for i in rows if columns["answer"][i] is not None]
-        texts = (
-            [columns["answer"][i] for i in rows] if "answer" in columns else self._texts(responses[rows], mask[rows])
-        )
+        texts = list(columns["answer"][rows]) if "answer" in columns else self._texts(responses[rows], mask[rows])
         truths = [columns["reward_model"][i]["ground_truth"] for i in rows]
         sources, infos = columns["data_source"][rows], columns["extra_info"][rows]
         samples = {i: dict(zip(ARGUMENTS, row)) for i, *row in zip(rows, sources, texts, truths, infos)}
