@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, P
 from lib import InputError, core_algos, is_first_on_node
 from lib import model as models
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read, engine_rows
+from lib.args.groups import columns_of
 from lib.cli.flags import non_default, parse_json, with_line_breaks
 from lib.columns import COLUMNS
 from lib.data import (
@@ -273,13 +274,15 @@ def load_inputs(args: ScriptArgs) -> Inputs:
         chat_template_kwargs=template,
         allow_special_tokens=data.allow_special_tokens,
     )
-    form = {name: getattr(data, name) for name in ("prompt_key", "answer_key", "prompt_template", "system_prompt")}
-    form["prompt_template"] = with_line_breaks(data.prompt_template)
+    form = {"columns": columns_of(data.columns), "prompt_template": with_line_breaks(data.prompt_template)}
+    form["system_prompt"] = data.system_prompt
     load = partial(load, **{name: value for name, value in form.items() if name in args.given})
     if vision is not None:  # your own class need not know of what a run does not use
         load = partial(load, vision=vision)
-    train_data = None if validation.val_only else load(list(data.train_files))
-    val_data = [load(list(val_set.files)) for val_set in validation.sets()] if validation.enabled else []
+    limits = (data.max_train_samples, validation.max_val_samples)
+    load_train, load_val = (partial(load, max_samples=n) if n else load for n in limits)
+    train_data = None if validation.val_only else load_train(list(data.train_files))
+    val_data = [load_val(list(val_set.files)) for val_set in validation.sets()] if validation.enabled else []
     trained, validated = [train_data] if train_data is not None else [], val_data
     if args.run.keep_best or args.run.stop_when:  # a data set of your own need not know its data sources
         sets = zip(validation.sets(), val_data)

@@ -176,7 +176,7 @@ def flags_of_programs() -> set[str]:
 
 
 RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
-RENAMED |= {"--lam-policy"}  # in the table of CHANGELOG.md
+RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in the table of CHANGELOG.md
 
 
 def test_flags_that_documents_name_exist():

@@ -44,6 +44,7 @@ from typing import Any
 import tyro
 
 from lib import InputError, report_mistake
+from lib.args.groups import columns_of
 from lib.cli.flags import parse_json
 from lib.data.dataset import data_sources_of
 from lib.data.row_form import RowForm
@@ -89,7 +90,7 @@ def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tu
     rows: list[dict] = []
     left_out, without, data_sources = 0, None, set()
     sources = [(file, read_rows(file)) for file in files]
-    for (file, found), name in zip(sources, data_sources_of(sources)):
+    for (file, found), name in zip(sources, data_sources_of(sources, form.column("data_source"))):
         for number in range(min(len(found), limit - len(rows) - left_out)):
             try:
                 row = form.in_verls_form(found[number], name)
@@ -219,8 +220,7 @@ def main(
     reward: str = "data_source",
     reward_kwargs: str = "{}",
     rows: int = 100,
-    prompt_key: str = "prompt",
-    answer_key: str = "",
+    columns: tuple[str, ...] = (),
     gold_key: str = "",
     answer_template: str = "",
     correct_above: float = 0.5,
@@ -235,7 +235,7 @@ def main(
         raise InputError(f"--answer-template {answer_template!r}: needs {{answer}}")
     accept(sandbox_level)
     kwargs = parse_json("reward_kwargs", reward_kwargs)
-    audited, left_out, checked = load(train_files, RowForm(prompt_key, answer_key), rows, gold_key)
+    audited, left_out, checked = load(train_files, RowForm(columns_of(columns)), rows, gold_key)
     [scorer] = load_scorers([reward], [checked], kwargs)
     check_keywords([scorer], kwargs)
     audit = Audit(scorer, reward_workers, reward_timeout, correct_above)

@@ -82,7 +82,8 @@ EMPTY: dict[str, Any] = {"raw_prompt": [], "messages": [], "reward_model": {"gro
 EMPTY |= {"extra_info": {}, "tools_kwargs": {}, "interaction_kwargs": {}, "index": 0, "tool_errors": []}
 # flags that a replay does not take over: they decide nothing of the step's mathematics, or would run something
 DROPPED = {"total_epochs", "keep_best", "stop_when", "track", "plan", "trace", "trust_remote_code", "train_weights"}
-DROPPED |= {"dataset_class", "prompt_key", "answer_key", "prompt_template", "system_prompt", "chat_template_kwargs"}
+DROPPED |= {"dataset_class", "columns", "prompt_template", "system_prompt", "chat_template_kwargs"}
+DROPPED |= {"max_train_samples", "max_val_samples"}
 DROPPED |= {"loader_workers", "prompt_sampling", "rollout_engine", "rollout_gpus"}
 DROPPED |= {"agent", "agent_memory", "agent_ignore"}
 DROPPED |= {"rollout_tensor_parallel_size", "gpu_memory_utilization", "vllm_kwargs", "lora_sync", "max_mismatch"}

@@ -4,6 +4,7 @@ import math
 import operator
 import re
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -21,6 +22,7 @@ FILES, ROWS = Names.FILES, Names.ROWS
 AS_RECORDED = OnReplay.AS_RECORDED
 ROOT = Path(__file__).parent.parent.parent
 NO_FILES = ("none",)
+COLUMN_NAMES = ("prompt", "answer", "data_source", "extra_info", "images", "videos")  # of --columns
 LONGEST_RUN_NAME = 128  # bytes: wandb takes 128 characters, a file system 255 bytes
 PromptSampling = Literal["uniform", "skip", "variance"]
 Offloaded = Literal["actor", "critic", "ref", "reward_model", "activations"]
@@ -116,10 +118,12 @@ class DataArgs(Group):
     """side on which prompts that are too long are truncated, if they are not filtered; error: stop the run"""
     filter_overlong_prompts: Annotated[bool, ROWS] = True
     """drop training and validation prompts that are too long, and print their number"""
-    prompt_key: Annotated[str, ROWS] = "prompt"
-    """column of the prompt: text, or messages"""
-    answer_key: Annotated[str, ROWS] = ""
-    """column of the reference answer, the scorers' ground_truth; empty: reward_model.ground_truth, as in verl"""
+    max_train_samples: Annotated[int | None, Ge(1), ROWS] = None
+    """use at most this many rows of --train-files: drawn once from all files together, before overlong prompts are
+    dropped, and the same for every --seed; empty: all"""
+    columns: Annotated[tuple[str, ...], ROWS] = ()
+    """columns of the rows with other names than verl's, NAME=COLUMN, such as prompt=question answer=solution. Names:
+    prompt (text or messages), answer (the scorers' ground_truth), data_source, extra_info, images, videos"""
     prompt_template: Annotated[str, ROWS] = ""
     r"""text of the prompt with names of columns in braces, such as "Question: {question}\nAnswer:", where \n
     is a line break; empty: the prompt as it is"""
@@ -156,6 +160,7 @@ class DataArgs(Group):
 
     def check(self) -> None:
         parse_json("chat_template_kwargs", self.chat_template_kwargs)
+        columns_of(self.columns)
         if self.system_prompt and self.chat_template == "none":
             raise InputError("--system-prompt with --chat-template none: a prompt is then one text; write it into that")
         if len(self.train_weights) not in (0, len(self.train_files)):
@@ -351,6 +356,8 @@ class ValidationArgs(Group):
 
     val_files: Annotated[tuple[str, ...], MAY_CHANGE, FILES] = ()
     """as --train-files; empty, or none: no validation"""
+    max_val_samples: Annotated[int | None, Ge(1), MAY_CHANGE] = None
+    """as --max-train-samples, of --val-files together, or of each file if a flag has a value for each; empty: all"""
     val_before_train: Annotated[bool, MAY_CHANGE] = True
     """validate before the first step"""
     val_every: Annotated[int, Ge(0), MAY_CHANGE] = 5
@@ -511,6 +518,19 @@ class RunArgs(Group):
         """To be called when total_steps is known."""
         if late := [step for step in self.profile_steps if step > self.total_steps]:
             raise InputError(f"--profile-steps {late[0]}: the run has {self.total_steps} steps (--total-steps)")
+
+
+def columns_of(words: Iterable[str]) -> dict[str, str]:
+    """{name: the rows' column} of --columns. Raises InputError."""
+    found: dict[str, str] = {}
+    for name, _, column in (word.partition("=") for word in words):
+        if name not in COLUMN_NAMES or not column:
+            wanted = f"NAME=COLUMN, where NAME is one of {', '.join(COLUMN_NAMES)}"
+            raise InputError(f"--columns {name}{f'={column}' * bool(column)}: give {wanted}")
+        if name in found:
+            raise InputError(f"--columns: {name} has two columns, {found[name]} and {column}: drop one")
+        found[name] = column
+    return found
 
 
 def check_engine(name: str, ranks: int) -> None:

@@ -47,11 +47,11 @@ TABLE = (
     Row("", "compile use_liger_kernel"),
     Row("", "dp_replicate_size sequence_parallel_size tensor_parallel_size cpu_offload micro_batch_tokens"),
     Row("", "dataset_class max_prompt_length filter_overlong_prompts chat_template_kwargs allow_special_tokens"),
-    Row("", "prompt_key answer_key prompt_template system_prompt chat_template"),
+    Row("", "columns prompt_template system_prompt chat_template"),
     Row("", "rollout_gpus max_response_length repetition_penalty stop multi_turn.tools multi_turn.interaction agent"),
     Row("", "reward reward_kwargs reward_workers sandbox_level reward_failure_score reward_model val_files val_only"),
     Row("", "shadow_reward"),
-    Row("no val_only", "train_files train_weights loader_workers prompt_sampling async_level"),
+    Row("no val_only", "train_files train_weights max_train_samples loader_workers prompt_sampling async_level"),
     Row("no val_only", "temperature top_p top_k min_p max_mismatch"),
     Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps plan"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
@@ -96,7 +96,7 @@ TABLE = (
     # validation
     Row("val_files and no val_files none and no val_only", "val_before_train val_every"),
     Row("val_only or val_before_train or val_every", "val_reward val_samples val_temperature show_samples"),
-    Row("val_only or val_before_train or val_every", "val_max_response_length"),
+    Row("val_only or val_before_train or val_every", "val_max_response_length max_val_samples"),
     Row("val_temperature", "val_top_p val_top_k"),
     # advantages
     Row("adv_estimator grpo|grpo_leave_one_out|grpo_batch_std", "singleton adv_kwargs.epsilon"),

@@ -50,6 +50,7 @@ RENAMED = {  # keys of older configs whose new name is not the most similar one
     "gpu_memory": "gpu_memory_utilization",
     "replicas": "dp_replicate_size",
     "lam": "gae_lambda",
+    "answer_key": "columns",
 }
 OF_PEERS = {  # page of docs/: {name there: flag here that says it, or begins to}
     "coming_from_trl.md": {
@@ -91,6 +92,8 @@ OF_PEERS = {  # page of docs/: {name there: flag here that says it, or begins to
         "total_training_steps": "total_steps", "test_freq": "val_every", "save_freq": "save_every",
         "max_actor_ckpt_to_keep": "keep_checkpoints", "resume_mode": "resume", "trainer.logger": "track",
         "experiment_name": "run_name", "rollout_data_dir": "save_rollouts", "model.path": "model",
+        "train_max_samples": "max_train_samples", "val_max_samples": "max_val_samples", "prompt_key": "columns",
+        "image_key": "columns", "video_key": "columns", "reward_fn_key": "columns",
     },
 }  # fmt: skip
 HOLDS = {Ge: operator.ge, Gt: operator.gt, Le: operator.le, Lt: operator.lt}

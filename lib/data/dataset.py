@@ -4,10 +4,10 @@ import bisect
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -48,9 +48,10 @@ class PromptDataset(Protocol):
 
 
 class RLHFDataset(Dataset):
-    """The tokenized prompts of one or several sources (see read_rows), one source after the other. prompt_key,
-    answer_key, prompt_template, system_prompt: which columns of a row are what (see RowForm). A prompt goes through the
-    chat template; if the tokenizer has none, it must be one text, and is tokenized as it is.
+    """The tokenized prompts of one or several sources (see read_rows), one source after the other. columns,
+    prompt_template, system_prompt: which columns of a row are what (see RowForm). A prompt goes through the chat
+    template; if the tokenizer has none, it must be one text, and is tokenized as it is. max_samples: use at most
+    this many rows of all sources together, drawn with a fixed seed; a larger number has the rows of a smaller one too.
 
     Items hold the columns that lib/columns.py lists for this file, and input_ids, attention_mask, position_ids, each
     (P,) int64 with P = max_prompt_length, left-padded with the pad token (eos where the tokenizer has none).
@@ -78,12 +79,12 @@ class RLHFDataset(Dataset):
         max_prompt_length: int,
         truncation: str = "error",
         filter_overlong_prompts: bool = True,
-        prompt_key: str = "prompt",
-        answer_key: str = "",
+        columns: Mapping[str, str] | None = None,
         prompt_template: str = "",
         system_prompt: str = "",
         chat_template_kwargs: dict | None = None,
         allow_special_tokens: bool = False,
+        max_samples: int | None = None,
         num_proc: int | None = None,
         vision: Vision | None = None,
     ):
@@ -91,12 +92,14 @@ class RLHFDataset(Dataset):
             raise InputError(f"truncation={truncation!r}: use left, right, middle or error")
         if max_prompt_length < 1:
             raise InputError(f"max_prompt_length={max_prompt_length}: must be at least 1")
+        if max_samples is not None and max_samples < 1:
+            raise InputError(f"max_samples={max_samples}: must be at least 1, or None for all rows")
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.pad_token_id is None:
             raise InputError(f"tokenizer {tokenizer.name_or_path}: neither a pad nor an eos token; set pad_token")
         self.tokenizer, self.vision = tokenizer, vision
         self.start = start_of_text(tokenizer)
-        self.row_form = RowForm(prompt_key, answer_key, prompt_template, system_prompt)
+        self.row_form = RowForm(columns or {}, prompt_template, system_prompt)
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.chat_template_kwargs = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         self.escape_special_tokens = None if allow_special_tokens else SpecialTokenEscaper(tokenizer)
@@ -104,19 +107,22 @@ class RLHFDataset(Dataset):
         if not isinstance(data_files, list | tuple):
             data_files = [data_files]
         self.sources = [self._open(source, number) for number, source in enumerate(data_files)]
-        self._data_sources = data_sources_of(self.sources)
+        self._data_sources = data_sources_of(self.sources, self.row_form.column("data_source"))
         self._ends = list(accumulate(len(rows) for _, rows in self.sources))
         n_read = self._ends[-1] if self._ends else 0
         names = ", ".join(name for name, _ in self.sources)
         if n_read == 0:
             raise InputError(f"{names or 'data files'}: no rows; check the files")
 
-        lengths, has_truth, broken_up, n_media, incomplete = self._check_rows(n_read, num_proc).T
+        rows = np.sort(np.random.default_rng(0).permutation(n_read)[:max_samples])
+        lengths, has_truth, broken_up, n_media, incomplete = self._check_rows(rows.tolist(), num_proc).T
         max_media = vision.max_images if vision else 0
         too_long, too_many = lengths > max_prompt_length, n_media > max_media
         cut = too_long & (not filter_overlong_prompts)
         self.truncated = int(cut.sum())
         self.dropped = {"prompt_too_long": int((too_long & ~cut).sum())}
+        if max_samples:
+            self.dropped["not_drawn"] = n_read - len(rows)
         if vision:
             self.dropped["too_many_images"] = int(too_many.sum())
         advice = "raise it, set filter_overlong_prompts, or truncation to left, right or middle"
@@ -124,47 +130,49 @@ class RLHFDataset(Dataset):
             cut &= n_media > 0
             advice = "a prompt with images cannot be cut: raise it, or set filter_overlong_prompts"
         if cut.any():
-            row = int(cut.argmax())
-            raise self._error(row, f"prompt of {lengths[row]} tokens, max_prompt_length={max_prompt_length}; {advice}")
-        self.kept = np.flatnonzero(~too_many & ~(too_long & filter_overlong_prompts))
+            i = int(cut.argmax())
+            found = f"prompt of {lengths[i]} tokens, max_prompt_length={max_prompt_length}"
+            raise self._error(int(rows[i]), f"{found}; {advice}")
+        kept = ~too_many & ~(too_long & filter_overlong_prompts)
+        self.kept = rows[kept]
         if too_many.all():
-            has = f"each of {n_read} has more than max_images={max_media} images; raise max_images"
+            has = f"each of {len(rows)} has more than max_images={max_media} images; raise max_images"
             raise InputError(f"{names}: no row left: {has}")
         if len(self.kept) == 0:
-            left = f"{n_read} read, {len(lengths)} too long for max_prompt_length={max_prompt_length}"
+            left = f"{len(rows)} read, {int(too_long.sum())} too long for max_prompt_length={max_prompt_length}"
             shortest = f"the shortest prompt has {lengths.min()} tokens"
             raise InputError(f"{names}: no row left: {left} ({shortest}); raise max_prompt_length")
-        self.escaped, self.incomplete = int(broken_up[self.kept].sum()), int(incomplete[self.kept].sum())
-        self.without_ground_truth = self._first(has_truth == 0)
-        self.with_images = self._first(n_media > 0)
+        self.escaped, self.incomplete = int(broken_up[kept].sum()), int(incomplete[kept].sum())
+        self.without_ground_truth = self._first(rows[kept & (has_truth == 0)])
+        self.with_images = self._first(rows[kept & (n_media > 0)])
 
     def _first(self, rows: np.ndarray) -> str | None:
-        """File and number of the first kept row for which `rows` is true."""
-        found = self.kept[rows[self.kept]]
-        return self._where(int(found[0])) if len(found) else None
+        """File and number of the first of the rows."""
+        return self._where(int(rows[0])) if len(rows) else None
 
     def _open(self, source, number: int) -> tuple[str, Sequence[dict]]:
         name = str(source) if isinstance(source, str | Path) else f"data set {number} in memory"
         rows: Any = read_rows(source)
-        required = self.row_form.required()
+        form, required = self.row_form, self.row_form.required()
 
-        def check(where: str, columns: Iterable[str]) -> None:
-            for column in required:
+        def check(where: str, columns: Iterable[str], needed: Iterable[str]) -> None:
+            for column in needed:
                 if column not in columns:
                     raise InputError(f"{where}: no column {column!r}; it has {', '.join(columns)}")
-            if self.vision and "image" in columns and "images" not in columns:  # as in TRL's rows
-                advice = "write a list 'images', and <image> in the messages"
+            if self.vision and "image" in columns and form.column("images") not in columns:  # as in TRL's rows
+                advice = "give --columns images=image, and write <image> in the messages"
                 raise InputError(f"{where}: the column 'image' is not read: {advice}")
 
         if isinstance(rows, list):
             for i, row in enumerate(rows):
-                check(f"{name} row {i}", row)
+                check(f"{name} row {i}", row, required)
+            check(name, dict.fromkeys(column for row in rows for column in row), form.columns.values() if rows else ())
             return name, rows
-        check(name, rows.column_names)  # a datasets.Dataset
-        if "extra_info" in rows.column_names:  # otherwise it gets the columns that are none of verl's
-            wanted = [*required, *OF_VERL, *MEDIA_COLUMNS]
-            rows = rows.select_columns([column for column in wanted if column in rows.column_names])
-        has_media = not {*MEDIA_COLUMNS}.isdisjoint(rows.column_names)
+        check(name, rows.column_names, [*required, *form.columns.values()])  # a datasets.Dataset
+        if form.column("extra_info") in rows.column_names:  # otherwise it gets the columns that are none of verl's
+            wanted = {*required, *form.columns, *map(form.column, OF_VERL)}
+            rows = rows.select_columns([column for column in rows.column_names if column in wanted])
+        has_media = not {*map(form.column, MEDIA_COLUMNS)}.isdisjoint(rows.column_names)
         return name, UndecodedRows(rows) if has_media else rows  # type: ignore[return-value]  # it has what is used
 
     def _locate(self, row: int) -> tuple[int, int]:
@@ -194,7 +202,7 @@ class RLHFDataset(Dataset):
         messages = without_nulls(value) if isinstance(value, list) else []
         if not (messages and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)):
             form = 'write text, or [{"role": "user", "content": ...}]'
-            key = self.row_form.prompt_key
+            key = self.row_form.column("prompt")
             raise self._error(row, f"{key!r} is not text or a list of messages but {_shown(value)}; {form}")
         for number, message in enumerate(messages):
             content, called = message.get("content"), message.get("tool_calls")
@@ -220,9 +228,7 @@ class RLHFDataset(Dataset):
                 raise self._error(row, f"has images or videos; {name} takes none")
             return messages, [], []
         columns = [fields.get(key) or [] for key in MEDIA_COLUMNS]
-        for key, column in zip(MEDIA_COLUMNS, columns):
-            if not isinstance(column, list):
-                raise self._error(row, f"{key!r} is {_shown(column)}; it must be a list")
+        columns = [column if isinstance(column, list) else [column] for column in columns]
         images, videos = self.vision.entries(messages, *columns)
         return self.vision.messages(messages, {"image": images, "video": videos}, self._where(row)), images, videos
 
@@ -281,10 +287,11 @@ class RLHFDataset(Dataset):
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(value := fields.get(column, {}), dict):
-                raise self._error(row, f"{column!r} is {_shown(value)}; it must be a dict")
+                raise self._error(row, f"{self.row_form.column(column)!r} is {_shown(value)}; it must be a dict")
         source = fields.get("data_source")
         if not isinstance(source, str):
-            raise self._error(row, f"'data_source' is {_shown(source)}; it must be text")
+            column = self.row_form.column("data_source")
+            raise self._error(row, f"{column!r} is {_shown(source)}; it must be text")
         has_truth = fields.get("reward_model", {}).get("ground_truth") is not None
         messages, images, videos = self._with_media(row, fields)
         n_media = max(len(images), len(videos))
@@ -293,23 +300,23 @@ class RLHFDataset(Dataset):
         prompt = self._prompt(row, messages, images, videos)
         return len(prompt.encoded.ids), has_truth, prompt.escaped, n_media, self._left_out(row, prompt)
 
-    def _check_rows(self, n_read: int, num_proc: int | None) -> np.ndarray:
-        """(n_read, 5) integers: what _check_row returns for each row."""
+    def _check_rows(self, rows: list[int], num_proc: int | None) -> np.ndarray:
+        """(rows, 5) integers: what _check_row returns for each row."""
         if num_proc is None:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             few = SERIAL_ROWS_OF_IMAGES if self.vision else SERIAL_ROWS
-            num_proc = 1 if n_read < few else max(1, min(16, cpus // ranks_here))
+            num_proc = 1 if len(rows) < few else max(1, min(16, cpus // ranks_here))
         if num_proc == 1:
-            return np.array([self._check_row(row) for row in range(n_read)])
+            return np.array([self._check_row(row) for row in rows])
         # Forked processes inherit the rows, without pickling. A Pool would hang if one of its processes were killed.
         global _forked
         _forked = self
-        bounds = np.linspace(0, n_read, 4 * num_proc + 1).astype(int).tolist()
+        bounds = np.linspace(0, len(rows), 4 * num_proc + 1).astype(int).tolist()
         fork = multiprocessing.get_context("fork")
         # OpenMP's threads are not there after a fork: an operation that waits for them would hang.
         with ProcessPoolExecutor(num_proc, fork, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            checked = list(pool.map(_check_rows_of_forked, map(range, bounds, bounds[1:])))
+            checked = list(pool.map(_check_rows_of_forked, [rows[i:j] for i, j in pairwise(bounds)]))
         _forked = None
         return np.concatenate(checked)
 
@@ -361,9 +368,9 @@ class RLHFDataset(Dataset):
         return ids[:head] + ids[len(ids) - limit + head :]
 
 
-def data_sources_of(sources: Sequence[tuple[str, Any]]) -> list[str]:
-    """For each (name, rows), the data_source of rows without such a column: the file's name without its ending, with
-    its folder's where several files have this name, or the id of the data set on the hub. "" if there is the column."""
+def data_sources_of(sources: Sequence[tuple[str, Any]], column: str = "data_source") -> list[str]:
+    """For each (name, rows), the data_source of rows without this column: the file's name without its ending, with its
+    folder's where several files have this name, or the id of the data set on the hub. "" if there is the column."""
     files = {name: Path(name).expanduser().absolute().with_suffix("") for name, _ in sources}
     stems = Counter(file.name for file in files.values())
     found = []
@@ -371,7 +378,7 @@ def data_sources_of(sources: Sequence[tuple[str, Any]]) -> list[str]:
         columns = rows[0] if isinstance(rows, list) and rows else getattr(rows, "column_names", ())
         file, is_file = files[name], Path(name).expanduser().exists()
         own = file.name if stems[file.name] == 1 else f"{file.parent.name}/{file.name}"
-        found.append("" if "data_source" in columns else own if is_file else name.partition(":")[0])
+        found.append("" if column in columns else own if is_file else name.partition(":")[0])
     return found
 
 
@@ -392,7 +399,7 @@ class UndecodedRows:
 _forked: RLHFDataset | None = None  # what the processes of _check_rows inherit
 
 
-def _check_rows_of_forked(rows: range) -> np.ndarray:
+def _check_rows_of_forked(rows: list[int]) -> np.ndarray:
     assert _forked is not None
     return np.array([_forked._check_row(row) for row in rows], dtype=np.int64).reshape(-1, 5)
 

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import Formatter
 from typing import Any
 
 from lib import InputError
 
-OF_VERL = ("data_source", "reward_model", "extra_info")
 MEDIA_COLUMNS = ("images", "videos")
+OF_VERL = ("data_source", "reward_model", "extra_info", *MEDIA_COLUMNS)
 
 
 def template_fields(template: str) -> list[str]:
@@ -31,38 +31,44 @@ def template_fields(template: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RowForm:
-    """Which columns of a row are what (--prompt-key, --answer-key, --prompt-template, --system-prompt)."""
+    """Which columns of a row are what (--columns, --prompt-template, --system-prompt)."""
 
-    prompt_key: str = "prompt"
-    answer_key: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
     prompt_template: str = ""
     system_prompt: str = ""
 
     def required(self) -> list[str]:
         """The columns without which there is no prompt or no answer."""
-        prompt = template_fields(self.prompt_template) if self.prompt_template else [self.prompt_key]
-        return [*dict.fromkeys([*prompt, *filter(None, [self.answer_key])])]
+        prompt = template_fields(self.prompt_template) if self.prompt_template else [self.column("prompt")]
+        return [*prompt, *filter(None, [self.columns.get("answer")])]
+
+    def column(self, name: str) -> str:
+        """The rows' name of verl's column."""
+        return self.columns.get(name, name)
 
     def in_verls_form(self, row: dict, source: str) -> dict:
         """The row with verl's columns. Its answer becomes the ground truth. Without a data_source it has
-        `source`; without extra_info, all other columns are there, for scorers. Raises InputError, without the row's
-        number, for an answer or a column of the template that is not there."""
-        prompt = self._filled(row) if self.prompt_template else row.get(self.prompt_key)
-        given = {name: row[name] for name in OF_VERL if row.get(name) is not None}
-        if self.answer_key:
-            if row.get(self.answer_key) is None:
-                raise InputError(f"no answer in column {self.answer_key!r}")
-            given["reward_model"] = {"ground_truth": row[self.answer_key]}
-        more = {name: value for name, value in row.items() if name not in (self.prompt_key, *OF_VERL, *MEDIA_COLUMNS)}
-        media = {name: row[name] for name in MEDIA_COLUMNS if row.get(name) is not None}
+        `source`; without extra_info, all other columns are there, for scorers. A column whose name --columns gives to
+        another one is always there. Raises InputError, without the row's number, for an answer or a column of the
+        template that is not there."""
+        prompt = self._filled(row) if self.prompt_template else row.get(self.column("prompt"))
+        given = {name: row[self.column(name)] for name in OF_VERL if row.get(self.column(name)) is not None}
+        if answer := self.columns.get("answer"):
+            if row.get(answer) is None:
+                raise InputError(f"no answer in column {answer!r}")
+            given["reward_model"] = {"ground_truth": row[answer]}
+        read = {self.column(name) for name in ("prompt", *OF_VERL)}
+        more = {name: value for name, value in row.items() if name not in read}
+        if isinstance(own := given.get("extra_info"), dict):
+            given["extra_info"] = {name: more[name] for name in self.columns if name in more} | own
         defaults = {"data_source": source or None, "reward_model": {}, "extra_info": more}
-        return defaults | given | media | {"prompt": self.prompt(prompt)}
+        return defaults | given | {"prompt": self.prompt(prompt)}
 
     def _filled(self, row: dict) -> str:
         columns = {}
         for name in template_fields(self.prompt_template):
             value = row.get(name)
-            if name == self.prompt_key and (alone := only_text(value)) is not None:
+            if name == self.column("prompt") and (alone := only_text(value)) is not None:
                 value = alone
             if not isinstance(value, str | int | float):
                 raise InputError(f"--prompt-template needs text in column {name!r}, which is {_kind(value)}")

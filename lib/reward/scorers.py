@@ -56,7 +56,7 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
             scorers.append(_from_file(spec, kwargs, weight))
         row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
         if row and scorers[-1].takes_truth:
-            advice = "add it, or name its column with --answer-key"
+            advice = "add it, or name its column with --columns answer=COLUMN"
             advice += " (or, if the scorer works without, give the parameter a default: ground_truth=None)"
             raise InputError(f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} needs; {advice}")
     for name, count in Counter(scorer.name for scorer in scorers).items():

@@ -111,7 +111,7 @@ def test_template_options(tmp_path, tokenizer):
         file,
         tokenizer,
         max_prompt_length=30,
-        prompt_key="question",
+        columns={"prompt": "question"},
         chat_template_kwargs={"add_generation_prompt": False, "enable_thinking": True},
     )
     assert tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "<user: hi>!"
@@ -225,6 +225,58 @@ def test_truncation_to_very_few(tmp_path, tokenizer, truncation, limit):
     assert dataset[0]["input_ids"].shape == (limit,)
 
 
+# ---- a part of the rows ----
+
+
+@pytest.mark.parametrize("num_proc", [None, 2])
+def test_rows_are_drawn_from_all_files_and_keep_their_numbers(tmp_path, tokenizer, num_proc):
+    """Before prompts that are too long are dropped. A larger number adds rows, and changes none."""
+    rows = [make_row("x" * (30 if i % 5 == 0 else i % 5), None, file_row=i) for i in range(40)]
+    files = [write_jsonl(tmp_path / "a.jsonl", rows[:30]), write_parquet(tmp_path / "b.parquet", rows[30:])]
+    whole = RLHFDataset(files, tokenizer, max_prompt_length=40)
+    before: set[int] = set()
+    for n in (1, 7, 20, 39, 40, 10**6):
+        drawn = RLHFDataset(files, tokenizer, max_prompt_length=99, max_samples=n, num_proc=num_proc)
+        indices = [drawn[i]["index"] for i in range(len(drawn))]
+        assert len(drawn) == min(n, 40) and drawn.dropped == {"prompt_too_long": 0, "not_drawn": 40 - len(drawn)}
+        assert before < {*indices} or n > 40
+        assert indices == sorted(indices) == [drawn[i]["extra_info"]["file_row"] for i in range(len(drawn))]
+        short = RLHFDataset(files, tokenizer, max_prompt_length=40, max_samples=n, num_proc=num_proc)
+        assert [short[i]["index"] for i in range(len(short))] == [i for i in indices if i % 5]
+        assert short.dropped == {"prompt_too_long": len(drawn) - len(short), "not_drawn": 40 - len(drawn)}
+        assert short.source_sizes == [sum(i < 30 for i in short.kept), sum(i >= 30 for i in short.kept)]
+        before = {*indices}
+    assert short.kept.tolist() == whole.kept.tolist() and texts(short) == texts(whole)
+
+
+def test_an_error_in_a_part_of_the_rows_names_the_row_of_the_file(tmp_path, tokenizer):
+    good = RLHFDataset(
+        write_jsonl(tmp_path / "a.jsonl", [make_row("x")] * 50), tokenizer, max_prompt_length=30, max_samples=4
+    )
+    one, *_, other = good.kept.tolist()
+    out = next(i for i in range(50) if i not in good.kept)
+    for change, message in (
+        ({"data_source": 3}, "'data_source' is 3"),
+        ({"prompt": "long" * 9}, "prompt of 56 tokens"),
+    ):
+        rows = [make_row("x") for _ in range(50)]
+        rows[out] |= change
+        file = write_jsonl(tmp_path / "b.jsonl", rows)
+        kwargs = {"max_prompt_length": 30, "max_samples": 4, "filter_overlong_prompts": False}
+        assert len(RLHFDataset(file, tokenizer, **kwargs)) == 4
+        rows[other] |= change
+        assert f"b.jsonl row {other}: {message}" in error_of(write_jsonl(file, rows), tokenizer, **kwargs)
+    rows = [make_row("x") for _ in range(50)]
+    rows[out]["reward_model"] = rows[other]["reward_model"] = {}
+    rows[one]["prompt"] = "long" * 9
+    part = RLHFDataset(write_jsonl(tmp_path / "c.jsonl", rows), tokenizer, max_prompt_length=30, max_samples=4)
+    assert part.without_ground_truth == f"{tmp_path / 'c.jsonl'} row {other}" and part.dropped["prompt_too_long"] == 1
+    for n in (0, -1):
+        assert f"max_samples={n}: must be at least 1" in error_of(
+            tmp_path / "c.jsonl", tokenizer, max_prompt_length=30, max_samples=n
+        )
+
+
 # ---- errors: one line, with the place and the remedy ----
 
 
@@ -287,8 +339,8 @@ def test_error_columns(tmp_path, tokenizer, write):
     message = error_of(file, tokenizer, max_prompt_length=30)
     assert str(file) in message and "no column 'prompt'" in message
     assert "data_source" in message and "question" in message
-    columns = {"prompt_key": "question", "answer_key": "answer"}
-    assert "no column 'answer'" in error_of(file, tokenizer, max_prompt_length=30, **columns)
+    columns = {"prompt": "question", "answer": "answer"}
+    assert "no column 'answer'" in error_of(file, tokenizer, max_prompt_length=30, columns=columns)
 
 
 @pytest.mark.parametrize("prompt", [[], [{"content": "no role"}], ["text"], None, {"role": "user"}])
@@ -446,7 +498,7 @@ def test_nulls_of_json_stay_in_what_is_the_user_s(tmp_path, tokenizer):
     assert dataset.without_ground_truth.endswith("row 1")
     flat = [{"question": "c", "data_source": "toy", "note": None, "more": {"n": None}}]
     dataset = RLHFDataset(
-        write_jsonl(tmp_path / "b.jsonl", flat), tokenizer, max_prompt_length=99, prompt_key="question"
+        write_jsonl(tmp_path / "b.jsonl", flat), tokenizer, max_prompt_length=99, columns={"prompt": "question"}
     )
     assert dataset[0]["extra_info"] == {"note": None, "more": {"n": None}}
 

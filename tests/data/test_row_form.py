@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 import grpo
 from lib import InputError
+from lib.args.groups import columns_of
 from lib.cli.flags import with_line_breaks
 from lib.data import RLHFDataset, set_chat_template
 from lib.data.row_form import RowForm, template_fields
@@ -25,7 +26,7 @@ def text_of(item, tokenizer):
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
 def test_questions_and_answers_need_no_script(write, tmp_path):
     file, tokenizer = write(tmp_path / f"sums.{write.__name__[6:]}", [QUESTION]), make_tokenizer()
-    form = {"prompt_key": "question", "answer_key": "answer"}
+    form = {"columns": {"prompt": "question", "answer": "answer"}}
     item = RLHFDataset(file, tokenizer, max_prompt_length=60, **form)[0]
     assert text_of(item, tokenizer) == "<user: 1+1><assistant: "
     assert item["reward_model"] == {"ground_truth": "so #### 2"} and item["data_source"] == "sums"
@@ -36,7 +37,11 @@ def test_questions_and_answers_need_no_script(write, tmp_path):
 
 def test_a_template_names_columns_and_a_system_prompt_goes_first(tmp_path):
     file, tokenizer = write_jsonl(tmp_path / "sums.jsonl", [QUESTION]), make_tokenizer()
-    form = {"answer_key": "answer", "prompt_template": "Q{level}: {question} {{x}}", "system_prompt": "Be brief."}
+    form = {
+        "columns": {"answer": "answer"},
+        "prompt_template": "Q{level}: {question} {{x}}",
+        "system_prompt": "Be brief.",
+    }
     dataset = RLHFDataset(file, tokenizer, max_prompt_length=90, **form)
     assert text_of(dataset[0], tokenizer) == "<system: Be brief.><user: Q3: 1+1 {x}><assistant: "
     of_messages = write_jsonl(tmp_path / "verl.jsonl", [{"prompt": MESSAGES}, {"prompt": MESSAGES[1:]}])
@@ -138,7 +143,7 @@ def test_files_of_one_name_are_two_data_sources(tmp_path):
         (tmp_path / folder).mkdir()
     names = ["a/train", "b/train", "sums"]
     files = [write_jsonl(tmp_path / f"{name}.jsonl", [QUESTION]) for name in names]
-    form = {"max_prompt_length": 60, "prompt_key": "question"}
+    form = {"max_prompt_length": 60, "columns": {"prompt": "question"}}
     rows = RLHFDataset([*files, files[0]], make_tokenizer(), **form)
     assert [rows[i]["data_source"] for i in range(4)] == [*names, "a/train"]
     assert RLHFDataset(files[:1], make_tokenizer(), **form).data_sources == {"train"}
@@ -179,7 +184,7 @@ def test_a_line_break_can_be_typed():
 BAD_ROWS = {
     "no such column": ({"prompt_template": "{task}"}, "no column 'task'"),
     "a column of lists": ({"prompt_template": "{tags}"}, "needs text in column 'tags', which is a list"),
-    "an answer that is null": ({"prompt_key": "question", "answer_key": "none"}, "no answer in column 'none'"),
+    "an answer that is null": ({"columns": {"prompt": "question", "answer": "none"}}, "no answer in column 'none'"),
 }
 
 
@@ -191,6 +196,86 @@ def test_a_row_that_lacks_what_is_named_is_an_error_in_one_line(name, tmp_path):
     assert f"{file} row 0: " in message and reason in message
 
 
+RENAMED = {"prompt": "q", "answer": "a", "data_source": "source", "extra_info": "meta"}
+OTHER = {"q": "1+1", "a": "2", "source": "mine", "meta": {"index": 7}}
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_columns_have_any_name_and_none_is_lost(write, tmp_path):
+    """A column of the name that another one takes over is the scorer's, as without a column extra_info."""
+    own = {"prompt": "not it", "answer": "3", "data_source": "other", "reward_model": {"ground_truth": "4"}}
+    for more, index in ((own | {"extra_info": {"index": 8}, "level": 1}, 7), ({}, 7), (own, 7)):
+        rows = RLHFDataset(
+            write(tmp_path / f"a.{write.__name__[6:]}", [OTHER | more]),
+            make_tokenizer(),
+            max_prompt_length=60,
+            columns=RENAMED,
+        )
+        assert text_of(rows[0], rows.tokenizer) == "<user: 1+1><assistant: " and rows.data_sources == {"mine"}
+        assert rows[0]["reward_model"] == {"ground_truth": "2"} and rows[0]["index"] == index
+        kept = {name: value for name, value in more.items() if name in RENAMED}
+        assert rows[0]["extra_info"] == kept | {"index": 7}
+    flat = {name: value for name, value in (OTHER | own).items() if name != "meta"}
+    columns = {name: column for name, column in RENAMED.items() if name != "extra_info"}
+    file = write(tmp_path / f"b.{write.__name__[6:]}", [flat])
+    item = RLHFDataset(file, make_tokenizer(), max_prompt_length=60, columns=columns)[0]
+    assert item["extra_info"] == {"a": "2", "prompt": "not it", "answer": "3", "data_source": "other"}
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@pytest.mark.parametrize("name", ["prompt", "answer", "data_source", "extra_info", "images", "videos"])
+def test_a_column_that_no_row_has_is_named_with_those_that_are_there(name, write, tmp_path):
+    good = write(
+        tmp_path / f"a.{write.__name__[6:]}", [OTHER | {"absent": [] if name in ("images", "videos") else "x"}]
+    )
+    if name == "extra_info":
+        good = write(tmp_path / f"a.{write.__name__[6:]}", [OTHER | {"absent": {"index": 1}}])
+    file = write(tmp_path / f"b.{write.__name__[6:]}", [OTHER])
+    said = error_of([good, file], make_tokenizer(), max_prompt_length=60, columns={"prompt": "q"} | {name: "absent"})
+    assert said.startswith(f"{file}") and said.endswith(": no column 'absent'; it has q, a, source, meta")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"source": None}, "'source' is null; it must be text"),
+        ({"meta": [1]}, "'meta' is [1]; it must be a dict"),
+        ({"q": 3}, "'q' is not text or a list of messages"),
+        ({"a": None}, "no answer in column 'a'"),
+    ],
+)
+def test_an_error_of_a_row_names_the_column_as_the_row_does(change, said, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [OTHER, OTHER | change])
+    assert f"{file} row 1: {said}" in error_of(file, make_tokenizer(), max_prompt_length=60, columns=RENAMED)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["question"], "--columns question: give NAME=COLUMN, where NAME is one of prompt, answer, "),
+        (["promt=q"], "--columns promt=q: give NAME=COLUMN, where NAME is one of prompt, answer, "),
+        (["=q"], "--columns =q: give NAME=COLUMN"),
+        (["prompt="], "--columns prompt: give NAME=COLUMN"),
+        (["prompt=q", "prompt=q"], "--columns: prompt has two columns, q and q: drop one"),
+        (["prompt=q", "answer=a", "prompt=r"], "--columns: prompt has two columns, q and r: drop one"),
+    ],
+)
+def test_columns_are_names_and_columns(words, said):
+    with pytest.raises(InputError) as caught:
+        parse_flags(grpo.Args, ["--columns", *words])
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+    assert columns_of(["prompt=a=b", "answer= x"]) == {"prompt": "a=b", "answer": " x"}
+
+
+@pytest.mark.parametrize("flag", ["--prompt-key", "--answer-key", "--data.image-key", "--data.reward_fn_key"])
+def test_the_flags_before_name_the_one_that_came_after(flag, tmp_path):
+    with pytest.raises(InputError, match=f"there is no flag {flag}; did you mean --columns"):
+        parse_flags(grpo.Args, [flag, "question"])
+    (tmp_path / "old.yaml").write_text(f"{flag.rpartition('.')[2].lstrip('-')}: question")
+    with pytest.raises(InputError, match="is it columns"):
+        parse_flags(grpo.Args, ["--config", str(tmp_path / "old.yaml")])
+
+
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(len(solution_str)), "truth": float(ground_truth), "level": float(extra_info["level"])}
@@ -199,13 +284,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def test_a_base_model_trains_on_text_prompts_up_to_a_stop_string(tmp_path):
     """As docs/data.md says. The trained tokens are those of the text, and of a response that ends with the string."""
-    rows = [{"question": f"{i}+{i}", "answer": 2 * i, "level": 1} for i in range(8)]
+    rows = [{"question": f"{i}+{i}", "answer": 2 * i, "level": 1} for i in range(8)] * 2
     (tmp_path / "length.py").write_text(SCORER)
     files = ["--train-files", str(write_jsonl(tmp_path / "sums.jsonl", rows))]
-    base = ["--chat-template", "none", "--prompt-template", r"{question}\n=", "--answer-key", "answer"]
+    base = ["--chat-template", "none", "--prompt-template", r"{question}\n=", "--columns", "answer=answer"]
     more = ["--reward", f"{tmp_path}/length.py:compute_score", "--stop", "1", "--total-steps", "2"]
     small = [*SMALL[:-2], *files, *base, *more, "--val-files", "none", "--save-rollouts", "all", "--run-name", "run"]
-    ran(fork("grpo", tmp_path, *small))
+    done = ran(fork("grpo", tmp_path, *small, "--max-train-samples", "15"))
+    assert "training prompts: 15 (prompt_too_long 0, not_drawn 1) from " in done.stdout
     samples = rollouts(tmp_path / "run").values()
     assert {row["prompt"] for row in samples} == {f"{i}+{i}\n=" for i in range(8)}
     stopped = [row for row in samples if "1" in row["response"]]

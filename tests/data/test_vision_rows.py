@@ -225,6 +225,22 @@ def test_the_column_of_each_kind_of_file(tmp_path):
         assert item["raw_prompt"] == [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red"}]}]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "feature"])
+def test_a_column_of_images_has_any_name_and_may_hold_one(tmp_path, kind):
+    """As TRL's `image`. A column `images` beside it is a column like any other, and a scorer gets it."""
+    image, row = picture(), {"problem": "red", "images": ["kept"]}
+    form = {"columns": {"images": "image"}, "prompt_template": "<image>{problem}"}
+    if kind == "jsonl":
+        source = write(tmp_path / "a.jsonl", [row | {"image": base64_of(image)}])
+    else:
+        rows = datasets.Dataset.from_list([row | {"image": {"bytes": to_png(image), "path": None}}])
+        source = tmp_path / "a.parquet"
+        (rows.cast_column("image", datasets.Image()) if kind == "feature" else rows).to_parquet(source)
+    item = open_rows(source, **form)[0]
+    assert pixels(item["multi_modal_data"]["image"][0]) == pixels(image)
+    assert item["extra_info"] == {"problem": "red", "images": ["kept"]}
+
+
 def test_a_turned_picture_is_turned_back_and_alpha_is_white(tmp_path):
     turned = picture(width=8, height=4)
     exif = Image.Exif()
@@ -349,8 +365,11 @@ WRONG = {
     "parts": (make_row([{"type": "image"}, {"type": "image"}], ["one"]), "2 <image> in the messages, but 1 images"),
     "text in parts": (make_row([{"type": "text", "text": "<image>"}], ["one"]), "0 <image> in the messages, but 1"),
     "a video": (make_row("<video>", videos=["a.mp4"]), "has a <video>; models of type idefics3 take none"),
-    "a column of TRL": (make_row("red?") | {"image": "one"}, "the column 'image' is not read: write a list 'images'"),
-    "no list": (make_row("<image>", "one"), "'images' is 'one'; it must be a list"),
+    "a column of TRL": (
+        make_row("red?") | {"image": "one"},
+        "the column 'image' is not read: give --columns images=image",
+    ),
+    "no file": (make_row("<image>", "one"), "image 0: 'one' is no file in "),
 }
 
 

@@ -314,13 +314,13 @@ def test_what_does_not_change_results_may_change(source, copied):
 def test_what_changes_results_needs_consent_which_is_recorded(copied):
     folder, args = copied
     args = [*args, "--run-name", "run", "--resume", "auto", "--total-steps", "5"]
-    other = ["--lr", "1e-5", "--kl-coef", "0.1", "--seed", "3"]
+    other = ["--lr", "1e-5", "--kl-coef", "0.1", "--seed", "3", "--max-train-samples", "200"]
     shutil.copytree(TOY_MODEL, folder / "other")
     with (folder / "other/chat_template.jinja").open("a") as template:
         template.write(" ")
     before = times(folder)
     refused = error_of(fork("grpo", folder, *args, *other))
-    assert "--lr was 0.0003, is 1e-05" in refused and "--resume-override seed lr kl_coef" in refused
+    assert "--lr was 0.0003, is 1e-05" in refused and "--resume-override max_train_samples seed lr kl_coef" in refused
     for flags, message in {
         ("--resume-override", "lrr"): "--resume-override lrr: no flag of grpo.py",
         ("--lora-rank", "4", "--resume-override", "lora_rank"): "--lora-rank was 0, is 4: the checkpoint holds other",
@@ -329,11 +329,11 @@ def test_what_changes_results_needs_consent_which_is_recorded(copied):
         assert message in error_of(fork("grpo", folder, *args, *flags)), flags
     assert times(folder) == before
 
-    consent = ["--resume-override", "lr", "kl-coef", "seed"]
+    consent = ["--resume-override", "lr", "kl-coef", "seed", "max-train-samples"]
     done = ran(fork("grpo", folder, *args, *other, *consent))
     assert "resumed from step_000004, with training data from the first row\n" in done.stdout
     [row] = [row for row in metrics(folder / "run") if row["step"] == 5 and "reward/mean" in row]
-    assert row["actor/lr"] == 1e-5 and row["training/epoch"] == 8 / 256
+    assert row["actor/lr"] == 1e-5 and row["training/epoch"] == 8 / 200
     changed = history(folder / "run")[-1]["changed"]
     assert [changed[flag] for flag in ("seed", "lr", "kl_coef")] == [[1, 3], [0.0003, 1e-5], [0.0, 0.1]]
     # a checkpoint knows the flags of its time: consent is not asked for again, but for an older one

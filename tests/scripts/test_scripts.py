@@ -247,9 +247,9 @@ KILLED = {  # script, ranks, flags
 
 def few_prompts(folder: Path) -> list[str]:
     """12 of them, so that with 8 a step an epoch ends within a step (12 / 8) and at a step's end (24 / 8)."""
-    lines = (ROOT / "data/toy/train.jsonl").read_text().splitlines()[:12]
+    lines = (ROOT / "data/toy/train.jsonl").read_text().splitlines()[:15]
     (folder / "few.jsonl").write_text("\n".join(lines) + "\n")
-    return ["--train-files", str(folder / "few.jsonl")]
+    return ["--train-files", str(folder / "few.jsonl"), "--max-train-samples", "12"]
 
 
 def saved(checkpoint: Path) -> dict[str, bytes]:

@@ -195,11 +195,12 @@ def test_rows_of_questions_and_answers(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(SCORERS)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"question": "{question}", "answer": "{answer}"}}\n' for question, answer in SUMS))
-    settings = {"reward": f"{tmp_path / 'mine.py'}:group", "prompt_key": "question", "reward_workers": 1}
-    assert audit_scorer.main((str(file),), answer_key="answer", **settings) == 0
+    settings = {"reward": f"{tmp_path / 'mine.py'}:group", "reward_workers": 1}
+    columns = ("prompt=question", "answer=answer")
+    assert audit_scorer.main((str(file),), columns=columns, **settings) == 0
     assert mistakes(capsys.readouterr().out) == {}
     with pytest.raises(InputError, match=r"rows.jsonl row 0: no answer in column 'gold'$"):
-        audit_scorer.main((str(file),), answer_key="gold", **settings)
+        audit_scorer.main((str(file),), columns=(columns[0], "answer=gold"), **settings)
 
 
 def test_bad_input_is_one_line(tmp_path):
