@@ -94,8 +94,11 @@ def _modules_for(datasets: list) -> list[str]:
     for data_source in sorted(set().union(*(dataset.data_sources for dataset in datasets))):  # reads every row
         module = table.scorer_module(data_source)
         if module is None:
-            near = ", ".join(difflib.get_close_matches(data_source, table.SCORERS, 3, cutoff=0.4))
-            advice = "give --reward path/to/file.py:function, or add the name to rewards/__init__.py"
+            known = {name.lower(): name for name in table.SCORERS}
+            near = ", ".join(
+                known[name] for name in difflib.get_close_matches(data_source.lower(), known, 3, cutoff=0.4)
+            )
+            advice = "give --reward path/to/file.py:function, or add the name to SCORERS in rewards/__init__.py"
             raise InputError(f"no scorer for data_source {data_source!r}: {advice}{near and f' (near: {near})'}")
         modules.add(f"rewards.{module}")
     return sorted(modules)

@@ -267,7 +267,7 @@ def test_columns_are_names_and_columns(words, said):
     assert columns_of(["prompt=a=b", "answer= x"]) == {"prompt": "a=b", "answer": " x"}
 
 
-@pytest.mark.parametrize("flag", ["--prompt-key", "--answer-key", "--data.image-key", "--data.reward_fn_key"])
+@pytest.mark.parametrize("flag", ["--prompt-key", "--answer-key", "--data.image-key", "--data.reward-fn-key"])
 def test_the_flags_before_name_the_one_that_came_after(flag, tmp_path):
     with pytest.raises(InputError, match=f"there is no flag {flag}; did you mean --columns"):
         parse_flags(grpo.Args, [flag, "question"])

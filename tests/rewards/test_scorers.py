@@ -54,6 +54,10 @@ ROOT = Path(__file__).parents[2]
         ("math-ai/aime25", "math"),
         ("math_dapo/aime25", "math_dapo"),
         ("numina_olympiads", "math"),
+        ("hendrycks_math", "math"),
+        ("EleutherAI/hendrycks_math/algebra", "math"),
+        ("humaneval", "code"),
+        ("code_contests", "code"),
         ("math_dapo", "math_dapo"),
         ("aime2024", "math_dapo"),
         ("aime_2025", "math_dapo"),
@@ -75,6 +79,35 @@ ROOT = Path(__file__).parents[2]
 )
 def test_data_sources(data_source, module):
     assert rewards.scorer_module(data_source) == module
+
+
+RIGHT_AND_WRONG = {  # of each scorer: the truth, a right response, a wrong one
+    "arithmetic": ("7", "3+4=7", "3+4=8"),
+    "gsm8k": ("so #### 7", "It is #### 7", "It is #### 8"),
+    "math": (r"\frac{1}{2}", r"\boxed{0.5}", r"\boxed{0.4}"),
+    "math_dapo": ("7", "Answer: 7", "Answer: 8"),
+    "countdown": ({"target": 24, "numbers": [4, 6]}, "<answer>4 * 6</answer>", "<answer>4 + 6</answer>"),
+    "geometry3k": ("7", r"<think>3+4</think>\boxed{7}", r"<think>3+4</think>\boxed{8}"),
+    "multiple_choice": ("B", "Answer: B", "Answer: C"),
+    "search_qa": (["Paris"], "<answer>Paris</answer>", "<answer>Rome</answer>"),
+    "code": (["assert f(1) == 2"], "```python\nf = lambda x: x + 1\n```", "```python\nf = lambda x: x\n```"),
+}
+
+
+@pytest.mark.parametrize("data_source", rewards.SCORERS)
+def test_every_row_of_the_table_scores_a_right_and_a_wrong_answer(data_source):
+    module = rewards.SCORERS[data_source]
+    if module == "reasoning_gym":
+        entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
+        truth = json.dumps({"task": "chain_sum", "task_kwargs": {}, "entry": dump_entry(entry)})
+        case = truth, f"<answer>{entry['answer']}</answer>", "<answer>x</answer>"
+    else:
+        case = RIGHT_AND_WRONG[module]
+    name = data_source.replace("*", "2025")
+    for own in (name, f"{name}/chain_sum"):  # also with a part after a slash
+        right, wrong = (rewards.compute_score(own, response, case[0], {}) for response in case[1:])
+        verdicts = [found.get("acc", found["score"]) for found in (right, wrong)]
+        assert verdicts == [1, 0] and right["pred"] is not None
 
 
 @pytest.mark.parametrize("module", sorted({*rewards.SCORERS.values(), "format", "judge"}))

@@ -1039,13 +1039,23 @@ def test_mistakes_are_found_before_anything_starts(tmp_path, specs, settings, me
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("gsm8k", "openai/gsm8k"), ("HuggingFaceH4/MATH500", "HuggingFaceH4/MATH-500"), ("zzz", None)]
+    ("name", "near"),
+    [
+        ("GSM8K", "gsm8k"),
+        ("HuggingFaceH4/MATH500", "HuggingFaceH4/MATH-500"),
+        ("HENDRYCKS", "hendrycks_math"),
+        ("zzz", None),
+    ],
 )
 def test_a_data_source_without_a_scorer_is_answered_with_those_of_like_names(name, near):
     with pytest.raises(InputError) as caught:
         load_scorers(["data_source"], [Rows(name)])
     said = str(caught.value)
-    assert said.count(",") <= 4 and (f"(near: {near}" in said if near else "near" not in said)
+    assert (
+        said.count(",") <= 4
+        and "SCORERS in rewards/__init__.py" in said
+        and (f"(near: {near}" in said if near else "near" not in said)
+    )
 
 
 def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
