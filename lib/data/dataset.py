@@ -166,7 +166,8 @@ class RLHFDataset(Dataset):
         if isinstance(rows, list):
             for i, row in enumerate(rows):
                 check(f"{name} row {i}", row, required)
-            check(name, dict.fromkeys(column for row in rows for column in row), form.columns.values() if rows else ())
+            if form.columns and rows:
+                check(name, dict.fromkeys(column for row in rows for column in row), form.columns.values())
             return name, rows
         check(name, rows.column_names, [*required, *form.columns.values()])  # a datasets.Dataset
         if form.column("extra_info") in rows.column_names:  # otherwise it gets the columns that are none of verl's

@@ -20,7 +20,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
 from lib import InputError
+from lib.args.groups import COLUMN_NAMES
 from lib.data import RLHFDataset, check_template_kwargs, collate_fn, load_dataset_class, load_split, make_loader
+from lib.data.row_form import OF_VERL
 from lib.model import load_tokenizer
 from tests.common import ROOT, TOY_MODEL
 
@@ -428,13 +430,14 @@ message = st.fixed_dictionaries({"role": st.just("user") | values, "content": wo
             "reward_model": st.dictionaries(st.just("ground_truth") | words, values, max_size=2) | values,
         },
         optional={"extra_info": st.dictionaries(st.just("index") | words, values, max_size=2) | values},
-    )
+    ),
+    columns=st.just({}) | st.dictionaries(st.sampled_from(COLUMN_NAMES), st.sampled_from([*OF_VERL, "prompt"])),
 )
-def test_any_row_makes_an_item_or_one_line(tokenizer, row):
+def test_any_row_makes_an_item_or_one_line(tokenizer, row, columns):
     with tempfile.TemporaryDirectory() as folder:
         file = write_jsonl(Path(folder, "a.jsonl"), [row])
         try:
-            dataset = RLHFDataset(file, tokenizer, max_prompt_length=200)
+            dataset = RLHFDataset(file, tokenizer, max_prompt_length=200, columns=columns)
         except InputError as error:
             assert str(file) in str(error) and "\n" not in str(error)
         else:

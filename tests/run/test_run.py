@@ -320,7 +320,7 @@ def test_what_changes_results_needs_consent_which_is_recorded(copied):
         template.write(" ")
     before = times(folder)
     refused = error_of(fork("grpo", folder, *args, *other))
-    assert "--lr was 0.0003, is 1e-05" in refused and "--resume-override max_train_samples seed lr kl_coef" in refused
+    assert "--lr was 0.0003, is 1e-05" in refused and "--resume-override seed max_train_samples lr kl_coef" in refused
     for flags, message in {
         ("--resume-override", "lrr"): "--resume-override lrr: no flag of grpo.py",
         ("--lora-rank", "4", "--resume-override", "lora_rank"): "--lora-rank was 0, is 4: the checkpoint holds other",
