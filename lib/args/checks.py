@@ -99,6 +99,8 @@ def _check_models_and_files(args: ScriptArgs) -> None:
         check_model_path(model)
         if reward_model:
             check_model_path(reward_model, "--reward-model")
+    elif model.endswith(".gguf"):
+        raise InputError(f"--dry-run with --model {model}: no estimate for .gguf: name the model's id or folder")
     elif not Path(model).exists() and not URL.match(model):
         check_hub(model)
     if args.validation.val_only:

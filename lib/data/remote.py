@@ -104,7 +104,7 @@ def _files_at(url: str, weights: bool) -> tuple[Any, dict[str, dict[str, Any]]]:
 def _bounded(url: str, act: Callable[[], Any], folder: Path | None = None) -> Any:
     """The result of `act()`, as long as it answers, or files in `folder` grow. Raises InputError for anything else, but
     OSError for a full disk."""
-    done, before = in_thread(act), []
+    done, before = in_thread(act), list[tuple]()
     while not wait([done], STALL_S).done:
         files = sorted(folder.rglob("*")) if folder else []
         if (now := [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]) == before:
