@@ -46,7 +46,7 @@ def local_copy(name: str, *, weights: bool = True) -> str:
 def _copied(url: str, weights: bool) -> Path:
     """The copy's path. Its folder appears whole, by a rename, and is named after the URL and its files' versions."""
     fs, files = _bounded(url, partial(_files_at, url, weights))
-    versions = {name: {k: v for k, v in info.items() if k not in NO_VERSION} for name, info in files.items()}
+    versions = {name: {k: v for k, v in info.items() if v and k not in NO_VERSION} for name, info in files.items()}
     if not all(versions.values()):
         raise InputError(f"{url}: no ETag and no date by which a change would be noticed: give the path of a copy")
     key = hashlib.sha256(json.dumps([url, versions], sort_keys=True, default=str).encode()).hexdigest()[:16]

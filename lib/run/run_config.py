@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lib import InputError
 from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
 from lib.cli.secrets import redact, redact_values
-from lib.data import copies
+from lib.data.remote import copies
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
