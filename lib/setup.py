@@ -26,6 +26,7 @@ from lib.data import (
     check_template_kwargs,
     end_of_turn,
     load_dataset_class,
+    local_copy,
     make_loader,
     set_chat_template,
 )
@@ -237,6 +238,8 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     engine = args.rollout.rollout_engine
     if not args.run.replay and (vllm_kwargs or not args.rollout.rollout_gpus):  # else only engine ranks need vLLM
         check_engine_import(engine, vllm_kwargs)
+    for path in (model.model, args.critic_model, reward.reward_model):
+        local_copy(path or "", weights=False)  # here, as one rank alone estimates the memory of a step
     for flag, path in {"--model": model.model, "--critic-model": args.critic_model}.items():
         if path:
             models.check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
@@ -331,7 +334,7 @@ def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
     set_chat_template(processor, data.chat_template)  # it is saved with the model
     return Vision(
         processor,
-        AutoConfig.from_pretrained(model.model, trust_remote_code=trust),
+        AutoConfig.from_pretrained(local_copy(model.model, weights=False), trust_remote_code=trust),
         max_pixels=data.max_pixels,
         min_pixels=data.min_pixels,
         max_images=data.max_images,

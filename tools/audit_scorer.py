@@ -47,6 +47,7 @@ from lib import InputError, report_mistake
 from lib.args.groups import columns_of
 from lib.cli.flags import parse_json
 from lib.data.dataset import data_sources_of
+from lib.data.remote import local_copy
 from lib.data.row_form import RowForm
 from lib.data.rows import read_rows
 from lib.reward import load_scorers
@@ -89,7 +90,7 @@ def load(files: tuple[str, ...], form: RowForm, limit: int, gold_key: str) -> tu
     """(rows as scorers get them with "gold" and "prompt", number of those left out, what load_scorers checks)."""
     rows: list[dict] = []
     left_out, without, data_sources = 0, None, set()
-    sources = [(file, read_rows(file)) for file in files]
+    sources = [(file, read_rows(file)) for file in map(local_copy, files)]
     for (file, found), name in zip(sources, data_sources_of(sources, form.column("data_source"))):
         for number in range(min(len(found), limit - len(rows) - left_out)):
             try:

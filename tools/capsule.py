@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from lib import InputError, core_algos
 from lib.cli.process import command_line
 from lib.cli.secrets import FORMS, redact, secret_in
+from lib.data import local_copy
 from lib.data_proto import DataProto
 from lib.manifest import entry, why_altered, why_incomplete, write_manifest
 from lib.model import load_model, load_tokenizer
@@ -342,12 +343,13 @@ def pack_model(folder: Path, run: Path, flags: dict, step: int, weights: str) ->
             if not MEMBERS.fullmatch(f"model/{file.name}"):
                 file.unlink()  # the tokenizer
         return AutoConfig.from_pretrained(folder)
-    config = AutoConfig.from_pretrained(flags["model"], trust_remote_code=flags["trust_remote_code"])
+    source = local_copy(flags["model"], weights=weights == "step")
+    config = AutoConfig.from_pretrained(source, trust_remote_code=flags["trust_remote_code"])
     if hasattr(config, "auto_map"):
         raise InputError(f"--model {flags['model']} comes with code of its own, which a capsule does not run")
     folder.mkdir()
     if weights == "step":
-        load_model(flags["model"]).save_pretrained(folder)
+        load_model(source).save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
     else:
         (folder / "config.json").write_text(json.dumps(tiny(without_code(config.to_dict())), indent=1))

@@ -31,6 +31,7 @@ from transformers import AutoTokenizer
 from lib import InputError, setup
 from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
+from lib.data import local_copy
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor
 from tools.oracle import ROOT, load_script, run_quietly
@@ -245,7 +246,8 @@ def replay(args: Args) -> list[dict[str, Any]]:
         for name, other in choices.items():
             if other.kl_coef and not own.kl_coef:
                 raise InputError(f"{name}: the replay has no reference model: add --flags '--kl-coef 1e-9'")
-        lens = Lens(script, choices, args.steps, args.tokens, AutoTokenizer.from_pretrained(own.model.model))
+        tokenizer = AutoTokenizer.from_pretrained(local_copy(own.model.model))
+        lens = Lens(script, choices, args.steps, args.tokens, tokenizer)
         with lens.in_place():
             run_quietly(script, own, _Replayed)
     return lens.updates

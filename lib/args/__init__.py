@@ -3,7 +3,7 @@
 A script's Args nests the groups (--lr) and the settings (--multi-turn.tools).
 """
 
-from lib.args.checks import HUB_ID, check_common_flags, check_hub, check_model_path, check_source
+from lib.args.checks import HUB_ID, URL, check_common_flags, check_hub, check_model_path, check_source
 from lib.args.groups import (
     FILES,
     ROOT,

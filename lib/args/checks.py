@@ -18,6 +18,7 @@ HUB_ANSWER_S = 5.0
 BY_STD = ("grpo_passk", "gigpo", "mt_grpo")  # unless --adv-kwargs.norm-adv-by-std-in-grpo False
 GIVE_NO_REWARD = {"calculator", "python", "zoom", "bash", "search", "mcp"}  # to a call: kinds of --multi-turn.tools
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>\w+))?")
+URL = re.compile(r"[a-z][a-z0-9+.-]*://.")  # s3://bucket/model: lib/data/remote.py copies what is there
 
 
 def check_common_flags(args: ScriptArgs) -> None:
@@ -98,7 +99,9 @@ def _check_models_and_files(args: ScriptArgs) -> None:
         check_model_path(model)
         if reward_model:
             check_model_path(reward_model, "--reward-model")
-    elif not Path(model).exists():
+    elif model.endswith(".gguf"):
+        raise InputError(f"--dry-run with --model {model}: no estimate for .gguf: name the model's id or folder")
+    elif not Path(model).exists() and not URL.match(model):
         check_hub(model)
     if args.validation.val_only:
         train_files = ()
@@ -106,7 +109,8 @@ def _check_models_and_files(args: ScriptArgs) -> None:
         raise InputError(f"--model {model} without --train-files: name the files to train on; {neither}")
     if not args.data.dataset_class:  # your own class may take other sources
         for source in (*train_files, *(args.validation.val_files if args.validation.enabled else ())):
-            check_source(source)
+            if not URL.match(source):
+                check_source(source)
 
 
 def _check_sampling(args: ScriptArgs) -> None:
@@ -203,8 +207,10 @@ def _check_parallel(args: ScriptArgs) -> None:
 
 
 def check_model_path(path: str, flag: str = "--model") -> None:
-    """Raises InputError for a folder that cannot hold a model."""
+    """Raises InputError for a folder that cannot hold a model; what is at a URL is checked when it is copied."""
     local = Path(path)
+    if URL.match(path):
+        return
     if path.endswith(".gguf"):
         if not local.is_file():
             raise InputError(f"{flag} {path}: no such file")

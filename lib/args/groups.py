@@ -33,8 +33,8 @@ class ModelArgs(Group):
     """The policy's model, and which of its weights train."""
 
     model: Annotated[str, FILES, ROWS] = ""
-    """Hugging Face id, folder or .gguf file of the policy to start from; without it and --train-files, a run trains the
-    embedded arithmetic task with the flags of data/toy/preset.yaml (docs/defaults.md)"""
+    """Hugging Face id, folder, .gguf file or URL (docs/data.md) of the policy to start from; without it and
+    --train-files, a run trains the embedded arithmetic task, with data/toy/preset.yaml's flags (docs/defaults.md)"""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of forward and backward; weights and optimizer are fp32. auto: bfloat16 on a GPU, float32 on a CPU;
     float16 has a loss scale, and is closer to the engine's log-probs where the model's values fit it"""
@@ -106,7 +106,7 @@ class DataArgs(Group):
     """Data files in verl's format, and how their rows become prompts."""
 
     train_files: Annotated[tuple[str, ...], FILES, ROWS] = ()
-    """parquet or json(l) files, or a data set on the hub"""
+    """parquet or json(l) files, also at URLs such as s3://bucket/train.parquet, or a data set on the hub"""
     train_weights: Annotated[tuple[float, ...], Gt(0), ROWS] = ()
     """share of each file of --train-files among the prompts, such as 0.7 0.3, whatever the files' sizes; empty: all
     rows are one data set"""

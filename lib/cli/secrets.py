@@ -41,9 +41,9 @@ NAMED = re.compile(  # NAME=value, "name": "value", Header: value; and an option
 )
 PROSE = re.compile(r"(?:^|[_.-])(?:prompt|template|rubric|stop|stop-when)$")  # flags and keys whose text is for a model
 FORMS = {
-    "user:password@ in a URL": r"://[^/?#\s@]+@",
+    "user:password@ in a URL": r"(?<!hdfs)(?<!abfs)(?<!abfss)://[^/?#\s@]+@|://[^/?#\s@:]*:[^/?#\s@]+@",
     "a key in a URL's query": r"(?i:[?&](?:(?:x-)?api[_-]?key|(?:access_?)?key|(?:access_|auth_)?token|auth"
-    r"|(?:x-amz-)?sig(?:nature)?|(?:client_)?secret|password|pwd)=)",
+    r"|(?:x-\w+-)?sig(?:nature)?|(?:client_)?secret|password|pwd)=)",
     "it looks like a key": r"(?<![\w-])(?:[spr]k-(?:\w{16,}|(?=[\w-]*\d)[\w-]{16,})"
     r"|(?:hf|gh[pousr]|gsk|npm|r8)_[A-Za-z0-9]{20,}|github_pat_\w{20,}|(?:glpat|nvapi|xai)-[\w-]{16,}|xox[abprs]-[\w-]{10,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]+|[Bb]earer\s+(?=[\w.~+/=-]*\d)[\w.~+/=-]{8,})|-----BEGIN [A-Z ]*PRIVATE KEY",

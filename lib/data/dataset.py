@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from lib import InputError
 from lib.cli.user_code import load_object
 from lib.data.chat_template import left_out, question_of
+from lib.data.remote import local_copy
 from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, arguments_of, only_text, without_nulls
 from lib.data.rows import DEEPEST, _plain, _shown, read_rows
 from lib.data.special_tokens import SpecialTokenEscaper, start_of_text
@@ -106,6 +107,7 @@ class RLHFDataset(Dataset):
 
         if not isinstance(data_files, list | tuple):
             data_files = [data_files]
+        data_files = [local_copy(source) if isinstance(source, str) else source for source in data_files]
         self.sources = [self._open(source, number) for number, source in enumerate(data_files)]
         self._data_sources = data_sources_of(self.sources, self.row_form.column("data_source"))
         self._ends = list(accumulate(len(rows) for _, rows in self.sources))

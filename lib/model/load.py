@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lib import InputError, is_first_on_node
 from lib.args import check_model_path
+from lib.data import local_copy
 from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, layer_plan, trainable_parameters
 from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
@@ -39,8 +40,9 @@ disable_progress_bar()  # transformers would show one loading bar per rank
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
-def split_gguf(path: str) -> tuple[str, dict[str, str]]:
-    """transformers reads `folder/model.gguf` as the folder plus the keyword `gguf_file`."""
+def split_gguf(path: str, *, weights: bool = False) -> tuple[str, dict[str, str]]:
+    """transformers reads `folder/model.gguf` as the folder plus the keyword `gguf_file`. A URL's copy is local."""
+    path = local_copy(path, weights=weights)
     if path.endswith(".gguf"):
         return str(Path(path).parent), {"gguf_file": Path(path).name}
     return path, {}
@@ -120,11 +122,11 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> transformer
     without one, as a .gguf file does: it then runs on text alone."""
     if family_of(_config(path, "--model", trust_remote_code)) is None:
         return None
-    files = ("processor_config.json", "preprocessor_config.json")
+    folder, files = local_copy(path, weights=False), ("processor_config.json", "preprocessor_config.json")
     try:
-        if not any(cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in files):
+        if not any(cached_file(folder, name, _raise_exceptions_for_missing_entries=False) for name in files):
             return None
-        processor = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
         processor.tokenizer.init_kwargs.pop("local_files_only", None)  # as load_tokenizer
         return processor
     except ImportError as error:
@@ -213,8 +215,8 @@ def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTr
 def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **settings) -> tuple[PreTrainedModel, set]:
     """(the model, with its config changed by `settings`; the names of the parameters that `path` did not hold)."""
     check_model_path(path, flag)
+    folder, gguf = split_gguf(path, weights=True)
     enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends this stage
-    folder, gguf = split_gguf(path)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=how.trust_remote_code, **gguf)
         auto_class = class_of(auto_class, config)

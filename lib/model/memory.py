@@ -50,6 +50,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
+from lib.data import local_copy
 from lib.distributed import ESTIMATED, trainable_parameters
 from lib.model import load, log_probs
 from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
@@ -282,7 +283,7 @@ def meta_model(
 ) -> PreTrainedModel:
     """The model of a config, on the meta device: with adapters if there is a rank, frozen where a pattern says it."""
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(local_copy(path, weights=False), trust_remote_code=trust_remote_code)
         if auto_class is not AutoModelForCausalLM:
             config.num_labels = 1
         options = {"dtype": dtype, "attn_implementation": "attention_on_meta", "trust_remote_code": trust_remote_code}

@@ -39,9 +39,10 @@ import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError, distributed
-from lib.args import RunArgs, ScriptArgs, ValidationArgs
+from lib.args import RunArgs, ScriptArgs, ValidationArgs, check_model_path
 from lib.cli.flags import Names, as_flag, changed_flags, marked
 from lib.cli.secrets import private
+from lib.data import local_copy
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World
 from lib.model import TrainedModel
@@ -347,6 +348,10 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
     Raises InputError (on every rank) if another process has the folder, the folder holds steps that would be
     overwritten, there is no such checkpoint, it had other flags, or a tracker is missing or not logged in.
     """
+    models = {"--model": args.model.model, "--critic-model": args.critic_model}
+    for flag, path in (models | {"--reward-model": args.reward.reward_model}).items():
+        if path:  # a URL is compared by what is there
+            check_model_path(local_copy(path), flag)
     name = distributed.broadcast(args.run.run_name or default_name(script, args.run.seed))
     folder = Path(args.run.output_dir) / name
     tracker = Tracker(folder, {}, total_steps=0, enabled=False)

@@ -118,6 +118,7 @@ BAD_FLAGS = {  # what the message says, by flags
     ],
     "--kl-horizon 1": ["--kl-target", "0.1", "--kl-placement", "reward", "--kl-coef", "0.1", "--kl-horizon", "1"],
     "that a rollout correction needs": ["--old-log-probs", "rollout", "--rollout-correction.level", "token"],
+    "no estimate for .gguf": ["--dry-run", "1", "--model", "s3://bucket/model.gguf"],
     "--rollout-tensor-parallel-size 2 splits a vLLM": ["--rollout-tensor-parallel-size", "2", "--dry-run", "2"],
     "--rollout-tensor-parallel-size 2: the number": ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"],
     "--async-level -1: must be at least 0": ["--async-level", "-1"],

@@ -1,0 +1,323 @@
+"""Files at URLs: a copy is whole or not there, all ranks have the same one, and what goes wrong is one line.
+The services are a file system of this file and an HTTP server."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from concurrent.futures import wait
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import fsspec
+import pytest
+from fsspec.spec import AbstractFileSystem
+
+from lib import InputError
+from lib.data import remote
+from lib.data.dataset import data_sources_of
+from tests.common import ROOT, TOY_MODEL, fork, full_disk, ran, run_ranks
+
+ROWS = (ROOT / "data/toy/val.jsonl").read_bytes()
+FORK = multiprocessing.get_context("fork")
+
+
+class Shop(AbstractFileSystem):
+    """shop://... A test may replace what it does."""
+
+    protocol, cachable = "shop", False
+    files: dict[str, bytes]
+    version: str | None
+    copied: list[str]
+
+    def info(self, path, **_):
+        path = self._strip_protocol(path)
+        if path in self.files:
+            known = {} if self.version is None else {"ETag": self.version}
+            return {"name": path, "type": "file", "size": len(self.files[path]), **known}
+        if any(name.startswith(f"{path}/") for name in self.files):
+            return {"name": path, "type": "directory", "size": 0}
+        raise FileNotFoundError(path)
+
+    def ls(self, path, detail=True, **_):
+        inside = {name.removeprefix(f"{path}/").partition("/")[0] for name in self.files if name.startswith(f"{path}/")}
+        return [self.info(f"{path}/{name}") for name in sorted(inside)]
+
+    def get_file(self, rpath, lpath, **_):
+        self.copied.append(rpath)
+        Path(lpath).write_bytes(self.files[rpath])
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(remote, "copies", {})
+    return tmp_path / "hf/plainrl"
+
+
+@pytest.fixture
+def shop(cache, monkeypatch) -> type[Shop]:
+    files = {"b/rows/train.jsonl": ROWS, "b/model/config.json": b"{}", "b/model/model.safetensors": b"weights"}
+    for name, value in {"files": files, "version": "1", "copied": []}.items():
+        monkeypatch.setattr(Shop, name, value, raising=False)
+    fsspec.register_implementation("shop", Shop, clobber=True)
+    return Shop
+
+
+def in_a_new_process(url: str, **how) -> Path:
+    remote.copies.clear()
+    return Path(remote.local_copy(url, **how))
+
+
+def whole_copies(cache: Path) -> list[Path]:
+    return [path for path in cache.glob("*") if path.is_dir() and path.suffix != ".part"]
+
+
+def test_a_file_is_copied_once_and_again_when_it_has_changed(shop, cache):
+    url = "shop://b/rows/train.jsonl"
+    copy = in_a_new_process(url)
+    assert copy.read_bytes() == ROWS and copy.is_relative_to(cache)
+    assert in_a_new_process(url, weights=False) == copy == in_a_new_process(url) and len(shop.copied) == 1
+    assert data_sources_of([(str(copy), [{}])]) == ["train"]  # as of a local file
+    assert data_sources_of([(str(copy), [{}]), ("x/train.jsonl", [{}])])[0] == "rows/train"
+    shop.files, shop.version = {"b/rows/train.jsonl": ROWS[::-1]}, "2"
+    assert remote.local_copy(url) == str(copy)  # within a run the rows stay
+    assert in_a_new_process(url).read_bytes() == ROWS[::-1] and len(shop.copied) == 2
+
+
+def test_what_is_no_url_stays():
+    for name in ("", "Qwen/Qwen2.5-7B", "openai/gsm8k:main:train", "C:/x.jsonl", "/a://b", "s3:/bucket", "bash:x"):
+        assert remote.local_copy(name) == name
+
+
+def test_weights_of_a_folder_are_copied_only_where_they_are_read(shop):
+    shop.files["b/model/global_step_5/optim.pt"] = b"deeper"
+    without = in_a_new_process("shop://b/model", weights=False)
+    assert [path.name for path in without.iterdir()] == ["config.json"] and without.name == "model"
+    whole = Path(remote.local_copy("shop://b/model"))
+    assert {path.name for path in whole.iterdir()} == {"config.json", "model.safetensors"}
+    assert remote.local_copy("shop://b/model", weights=False) == str(whole)  # not a third one
+    assert shop.copied == ["b/model/config.json", "b/model/config.json", "b/model/model.safetensors"]
+
+
+def raises(error: Exception):
+    def act(*_, **__):
+        raise error
+
+    return act
+
+
+def hangs(*_, **__):
+    threading.Event().wait()
+
+
+def hangs_in_the_middle(self, rpath, lpath, **_):
+    Path(lpath).write_bytes(self.files[rpath][:1000])
+    hangs()
+
+
+def ends_early(self, rpath, lpath, **_):
+    Path(lpath).write_bytes(self.files[rpath][:1000])
+
+
+@pytest.mark.parametrize(
+    "what, act, message",
+    [
+        (
+            "info",
+            raises(FileNotFoundError("b/rows/train.jsonl")),
+            "FileNotFoundError: b/rows/train.jsonl; check the URL",
+        ),
+        ("info", raises(PermissionError("Access Denied")), "PermissionError: Access Denied; check"),
+        ("info", raises(ConnectionError("unreachable\nand more")), "ConnectionError: unreachable; check"),
+        ("info", raises(ImportError("Install shopfs")), "Install shopfs; install that package"),
+        ("info", raises(TimeoutError()), "TimeoutError: ; check"),
+        ("info", hangs, "nothing came for 0.2 s"),
+        ("version", None, "no ETag"),
+        ("files", {"b/rows/train.jsonl/deep/x": b""}, "no file in the folder"),
+        ("get_file", raises(ConnectionResetError("https://x/y?Signature=hunter22")), "https://x/y?...; check"),
+        ("get_file", hangs, "nothing came for 0.2 s"),
+        ("get_file", hangs_in_the_middle, "nothing came for 0.2 s"),
+        ("get_file", ends_early, f"1000 of the {len(ROWS)} bytes of train.jsonl came"),
+    ],
+)
+def test_what_goes_wrong_is_one_line_and_leaves_no_copy(shop, cache, monkeypatch, what, act, message):
+    monkeypatch.setattr(remote, "STALL_S", 0.2)
+    with monkeypatch.context() as broken, pytest.raises(InputError) as error:
+        broken.setattr(shop, what, act)
+        remote.local_copy("shop://b/rows/train.jsonl")
+    text = str(error.value)
+    assert text.startswith("shop://b/rows/train.jsonl: ") and message in text and "\n" not in text
+    assert not whole_copies(cache) and not remote.copies
+    monkeypatch.setattr(remote, "STALL_S", 180)
+    assert in_a_new_process("shop://b/rows/train.jsonl").read_bytes() == ROWS  # the next start
+
+
+@pytest.mark.parametrize(
+    "url, message",
+    [
+        ("s3://bucket/x.parquet", "Install s3fs"),
+        ("gs://bucket/x.parquet", "gcsfs"),
+        ("hdfs://namenode:8020/model", "install Java and Hadoop's libhdfs"),
+        ("nowhere://x/y", "Protocol not known: nowhere"),
+    ],
+)
+def test_a_missing_package_is_named(cache, url, message):
+    with pytest.raises(InputError, match=message) as error:
+        remote.local_copy(url)
+    assert "\n" not in str(error.value)
+
+
+def test_a_slow_copy_is_no_stalled_one(shop, monkeypatch):
+    """At each look of the waiting rank, 180 s after the one before, the file has grown."""
+    look, grown, looks = threading.Semaphore(0), threading.Semaphore(0), []
+    starts = range(0, len(ROWS), 10_000)
+
+    def get_file(self, rpath, lpath, **_):
+        with open(lpath, "wb", buffering=0) as file:
+            for start in starts:
+                look.acquire()
+                file.write(ROWS[start : start + 10_000])
+                grown.release()
+
+    def looking(futures, timeout):
+        looks.append(timeout)
+        if not 1 < len(looks) <= 1 + len(starts):  # the first is for the answer about the file
+            return wait(futures, timeout)
+        look.release()
+        assert grown.acquire(timeout=60)
+        return SimpleNamespace(done=set())
+
+    monkeypatch.setattr(shop, "get_file", get_file)
+    monkeypatch.setattr(remote, "wait", looking)
+    assert in_a_new_process("shop://b/rows/train.jsonl").read_bytes() == ROWS
+    assert len(looks) == len(starts) + 2
+
+
+def test_a_copy_that_was_killed_in_the_middle_is_made_anew(shop, cache, monkeypatch):
+    begun = FORK.Event()
+
+    def halfway(self, rpath, lpath, **_):
+        Path(lpath).write_bytes(self.files[rpath][:1000])
+        begun.set()
+        hangs()
+
+    with monkeypatch.context() as slow:
+        slow.setattr(shop, "get_file", halfway)
+        process = FORK.Process(target=remote.local_copy, args=("shop://b/rows/train.jsonl",))
+        process.start()
+        assert begun.wait(60)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    assert len(list(cache.glob("*.part"))) == 1
+    assert in_a_new_process("shop://b/rows/train.jsonl").read_bytes() == ROWS
+    assert not list(cache.glob("*.part"))
+
+
+def test_a_full_or_unwritable_cache_is_one_line(shop, cache):
+    with full_disk(100), pytest.raises(InputError, match=r"cannot be copied to .*; make room, or set HF_HOME"):
+        remote.local_copy("shop://b/rows/train.jsonl")
+    assert not whole_copies(cache)
+    shutil.rmtree(cache)
+    cache.write_text("a file")
+    with pytest.raises(InputError, match=r"cannot be copied to .*File exists.*set HF_HOME"):
+        remote.local_copy("shop://b/rows/train.jsonl")
+
+
+# ---- HTTP ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    """Serves `files` under `url`. asked: the requests; before_get: called before the first byte of an answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            served.asked.append(f"{self.command} {self.path}")
+            path = self.path.partition("?")[0]
+            if path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", "/refused?X-Amz-Signature=hunter22")
+            elif path not in served.files:
+                self.send_response(403 if path == "/refused" else 404)
+            else:
+                if self.command == "GET":
+                    served.before_get()
+                self.send_response(200)
+                self.send_header("ETag", str(hash(served.files[path])))
+                self.send_header("Content-Length", str(len(served.files[path])))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(served.files[path])
+                return
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    served = SimpleNamespace(files={"/rows.jsonl": ROWS}, asked=[], before_get=lambda: None)
+    served.url = f"http://127.0.0.1:{http.server_port}"
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield served
+    http.shutdown()
+
+
+def test_https_like_files_come_by_one_request_and_no_signature_is_shown(cache, server):
+    copy = in_a_new_process(f"{server.url}/rows.jsonl?download=1")
+    assert copy.name == "rows.jsonl" and copy.read_bytes() == ROWS
+    assert server.asked == ["HEAD /rows.jsonl?download=1", "GET /rows.jsonl?download=1"]
+    for path, status in {"moved": "403", "absent.jsonl": "404"}.items():
+        with pytest.raises(InputError, match=status) as error:
+            remote.local_copy(f"{server.url}/{path}")
+        assert "hunter22" not in str(error.value) and "\n" not in str(error.value)
+
+
+def _copy(world, url: str) -> str:
+    return remote.local_copy(url)
+
+
+def test_two_jobs_on_one_node_copy_a_file_once(cache, server):
+    """The answer waits until both know that they need it."""
+    both = threading.Event()
+    server.before_get = lambda: both.wait(60)
+
+    def watch():
+        while sum(asked.startswith("HEAD") for asked in server.asked) < 2:
+            threading.Event().wait(0.01)
+        both.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    one, other = run_ranks(2, _copy, f"{server.url}/rows.jsonl")  # without LOCAL_RANK each is the first of its job
+    assert one == other and Path(one).read_bytes() == ROWS
+    assert sum(asked.startswith("GET") for asked in server.asked) == 1
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+
+def test_a_run_on_two_ranks_reads_models_and_rows_at_urls(tmp_path, cache, server, monkeypatch):
+    """One download for both ranks; config.json keeps the URLs; a resume sees that the rows have changed; a dry run
+    copies no weights."""
+    url, model = f"{server.url}/rows.jsonl", f"file://{TOY_MODEL}"
+    flags = ["--model", model, "--train-files", url, "--val-files", "none", "--prompts-per-step", "4"]
+    flags += ["--group-size", "2", "--no-export-model", "--save-every", "1", "--run-name", "run", "--resume", "auto"]
+    printed = ran(fork("grpo", tmp_path, *flags, "--dry-run", "1")).stdout
+    assert f"from {url}" in printed and not list(cache.rglob("*.safetensors"))
+    shutil.rmtree(cache)
+    server.asked.clear()
+
+    ran(fork("grpo", tmp_path, *flags, "--total-steps", "1", ranks=2))
+    assert server.asked == ["HEAD /rows.jsonl", "GET /rows.jsonl", "HEAD /rows.jsonl"]  # rank 0, then rank 1
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["model"] == model and config["train_files"] == [url] and str(cache) not in json.dumps(config)
+
+    server.files["/rows.jsonl"] = b"".join(reversed(ROWS.splitlines(keepends=True)))
+    refused = fork("grpo", tmp_path, *flags, "--total-steps", "2")
+    assert refused.returncode == 2 and f"--train-files ['{url}'] holds other data" in refused.stderr
