@@ -37,11 +37,12 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
     many responses, as compute_score_batch(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs). If
     data_source, ground_truth or extra_info beside it is singular, it is a group scorer: called for all responses to a
     prompt, as compute_score_group(data_source=, solution_strs=, ground_truth=, extra_info=, **kwargs). Each may be
-    async. What kwargs have under a scorer's name goes to this scorer alone. It returns a number, or a dict with "score" and values to log; with solution_strs, a list of these. A row's
-    score is the sum of weight x score; without weights, each weight is 1. A parameter of ON_REQUEST, which kwargs do
-    not give, gets its value (docs/rewards.md); time_limit_s gets the seconds of a response. Raises InputError for a
-    scorer that is not there, cannot be called so, or lacks a ground truth that it needs; for a data_source without a
-    scorer; and for a sandbox weaker than --sandbox-level."""
+    async. What kwargs have under a scorer's name goes to this scorer alone. It returns a number, or a dict with "score"
+    and values to log; with solution_strs, a list of these. A row's score is the sum of weight x score; without weights,
+    each weight is 1. A parameter of ON_REQUEST, which kwargs do not give, gets its value (docs/rewards.md);
+    time_limit_s gets the seconds of a response. Raises InputError for a scorer that is not there, cannot be called so,
+    or lacks a ground truth that it needs; for a data_source without a scorer; and for a sandbox weaker than
+    --sandbox-level."""
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
         raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")

@@ -52,7 +52,7 @@ LONGEST_MESSAGE = 2**40  # bytes, between trainer and supervisor
 ALIVE_S, SILENCE_S = 5.0, 120.0  # how often a supervisor sends a sign of life; silence after which it is given up
 ID = struct.Struct("!Q")  # a task's id; every task and every answer begins with it
 SECONDS = struct.Struct("!d")  # how long a task took; an answer's, after its id
-PRINTED = 2**64 - 1  # in place of an answer's id: lines for the console
+PRINTED = ID.pack(2**64 - 1)  # in place of an answer's id: lines for the console
 
 
 # ---- in a worker -----------------------------------------------------------------------------------
@@ -163,19 +163,22 @@ class _Supervisor:
     def _exchange(self) -> None:
         """Waits up to a second, or to the next deadline, until a socket can be read or written. Then does that."""
         workers = {worker.frames.fileno(): worker for worker in self.workers}
-        printing = {worker.out: worker for worker in self.workers if worker.out is not None}
         poll = select.poll()
         for frames in (self.trainer, *(worker.frames for worker in self.workers)):
             poll.register(frames, select.POLLIN | select.POLLOUT if frames.unsent else select.POLLIN)
-        for out in printing:
-            poll.register(out, select.POLLIN)
+        # after the sockets, so that what a worker has printed before its answer is seen with it
+        for worker in self.workers:
+            if worker.out is not None:
+                poll.register(worker.out, select.POLLIN)
         next_deadline = min((worker.deadline for worker in self.workers), default=math.inf)
-        for fd, _ in poll.poll(1000 * max(0.0, min(1.0, next_deadline - time.monotonic()))):
-            if worker := workers.get(fd):
-                self._collect(worker)
-            elif worker := printing.get(fd):
+        ready = dict(poll.poll(1000 * max(0.0, min(1.0, next_deadline - time.monotonic()))))
+        for worker in self.workers:
+            if worker.out in ready:
                 self._hear(worker)
-            else:
+        for fd in ready:
+            if found := workers.get(fd):
+                self._collect(found)
+            elif fd == self.trainer.fileno():
                 self.trainer.flush()
                 for message in self.trainer.receive():
                     self.obey(message)
@@ -198,12 +201,11 @@ class _Supervisor:
 
     def _done(self, worker: _Worker, answer: bytes) -> None:
         assert worker.task is not None
-        self._hear(worker)
         self._log(worker)
         self._answer(worker.task.id, SECONDS.pack(time.monotonic() - worker.task.began) + answer)
 
     def _hear(self, worker: _Worker) -> None:
-        """Reads what the worker has printed since: all that it had printed before the answer that it just sent."""
+        """Reads what the worker has printed."""
         if worker.out is None:
             return
         with suppress(BlockingIOError):
@@ -221,7 +223,7 @@ class _Supervisor:
             worker.printed, worker.left_out = bytearray(), 0
             with suppress(OSError):  # the trainer is gone
                 if shown:
-                    self.trainer.send(ID.pack(PRINTED) + "\n".join(shown).encode())
+                    self.trainer.send(PRINTED + "\n".join(shown).encode())
 
     def _say(self, message: bytes) -> None:
         self.trainer.send(message)
@@ -378,9 +380,7 @@ class Pool:
     A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's arguments; a
     scorer of form "response" gets one. key: what the scorer draws depends on it alone, see lib/seeds.py."""
 
-    def __init__(
-        self, scorers: list[dict], workers: int, memory_mb: int, seed=0, log: Path | None = None, shows=True
-    ):
+    def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed=0, log: Path | None = None, shows=True):
         ours, theirs = socket.socketpair()
         start = f"import sys; sys.path[:] = {sys.path!r}; from lib.sandbox.pool import supervise"
         command = [sys.executable, "-u", "-P", "-c", f"{start}; supervise({theirs.fileno()}, {os.getpid()})"]
@@ -393,6 +393,7 @@ class Pool:
         self._next_id = 0
         self._samples: dict[int, int] = {}  # number of samples, by id of each unanswered task
         self._shows = shows
+        log = log and log.absolute()  # an import may change the folder
         self._send({"scorers": scorers, "workers": workers, "memory_mb": memory_mb, "seed": seed, "log": log})
 
     def submit(self, tasks: list[tuple[int, float, list[dict], str]], step: int = 0) -> range:
@@ -405,12 +406,12 @@ class Pool:
         return ids
 
     def collect(self, ids: range) -> Iterator[tuple[int, list, float]]:
-        """Yields (the task's index, [kind, value] of each sample, seconds that the call took). A kind and its value: ok,
-        a dict; or error, crash or timeout, a text."""
+        """Yields (the task's index, [kind, value] of each sample, the call's seconds). A kind and its value are ok, a
+        dict; or error, crash or timeout, a text."""
         self._send(("collect", ids))
         for _ in ids:
             message = self._receive()
-            while message.startswith(ID.pack(PRINTED)):
+            while message.startswith(PRINTED):
                 self._show(message[ID.size :].decode())
                 message = self._receive()
             [task_id], [seconds] = ID.unpack_from(message), SECONDS.unpack_from(message, ID.size)
@@ -419,7 +420,7 @@ class Pool:
 
     def _show(self, lines: str) -> None:
         if self._shows:
-            encoding = sys.stdout.encoding or "utf-8"
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
             print(lines.encode(encoding, "replace").decode(encoding), flush=True)
 
     def _send(self, message) -> None:

@@ -612,11 +612,22 @@ def secret():
     print("the key is", os.environ["OPENAI_API_KEY"], "and", os.environ["ODD"])
 
 def program():
-    text = "import os, sys\\nprint('MODELS')\\nprint('MODELS', file=sys.stderr)\\ndef f(fds):\\n    for fd in range(fds):\\n"
-    text += "        try:\\n            os.write(fd, b'MODELS')\\n        except OSError:\\n            pass\\n    return 1\\n"
-    assert run_program("code", text, ["assert f(3) == 1"])["score"] == 1
-    assert run_program("code", text + "f(3)", {"inputs": [""], "outputs": ["MODELS\\nMODELS"]})["score"] == 1
-    run_program("code", text, ["assert f(64) == 1"])
+    assert run_program("code", MODELS, ["assert f(3) == 1"])["score"] == 1
+    assert run_program("code", MODELS + "f(3)", {"inputs": [""], "outputs": ["MODELS\\nMODELS"]})["score"] == 1
+    run_program("code", MODELS, ["assert f(64) == 1"])
+
+MODELS = '''
+import os, sys
+print("MODELS")
+print("MODELS", file=sys.stderr)
+def f(fds):
+    for fd in range(fds):
+        try:
+            os.write(fd, b"MODELS")
+        except OSError:
+            pass
+    return 1
+'''
 
 def score(data_source, solution_str, ground_truth, extra_info=None, api_key_env=""):
     if data_source != "calm":
@@ -1236,6 +1247,34 @@ def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
             check_keywords(scorers, {"metod": "strict"})
 
 
+def test_keywords_may_be_of_one_scorer_alone(tmp_path, manager_of):
+    source = """
+def one(solution_str, a=0, **kwargs): return 10 * a
+def two(solution_str, a=0, b=0, **kwargs): return 10 * a + b
+def few(data_source, solution_str, ground_truth, extra_info=None, b=0): return b
+"""
+    kwargs = {"a": 1, "mine.two": {"a": 2, "b": 3}}
+    manager = manager_of(source, "one", "two", scorer_kwargs=kwargs, workers=0)
+    _, extras, _ = manager.submit(batch_of(["7"])).get()
+    assert (extras["mine.one"], extras["mine.two"]) == ([10], [23])
+    check_keywords(manager.scorers, kwargs)
+    gsm8k = load_scorers(["data_source"], [Rows("openai/gsm8k")], by_name := {"data_source": {"method": "flexible"}})
+    assert gsm8k[0].kwargs == {"method": "flexible"}
+    shadow = load_scorers([f"{tmp_path / 'mine.py'}:few"], [], by_name | {"mine.few": {"b": 1}})
+    assert shadow[0].kwargs == {"b": 1}
+    check_keywords([*gsm8k, *shadow], by_name | {"mine.few": {"b": 1}})
+    for wrong, message in (
+        ({"mine.three": {}}, "--reward-kwargs: no scorer is called mine.three; the scorers are mine.one, mine.two"),
+        ({"mine.one": {"b": 1}}, "--reward-kwargs mine.one: no scorer declares b; the scorers take a"),
+        ({"mine.one": 3}, '--reward-kwargs mine.one: give a JSON object, such as {"mine.one": {"coef": 1}}'),
+        ({"mine.few": {"c": 1}}, "it cannot be called as few(data_source=, solution_str=, ground_truth=, extra_info="),
+    ):
+        with pytest.raises(InputError) as caught:
+            names = ("few",) if "mine.few" in wrong else ("one", "two")
+            check_keywords(load_scorers([f"{tmp_path / 'mine.py'}:{name}" for name in names], [], wrong), wrong)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 # ---- arguments by name, groups ---------------------------------------------------------------------
 
 NAMED = """
@@ -1247,6 +1286,15 @@ def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens,
 def many(data_sources, solution_strs, ground_truths, extra_infos, num_tokens, finish_reason, prompt, images, step):
     seen = [f"{f} {p} {i} {step}" for f, p, i in zip(finish_reason, prompt, images)]
     return [{"score": n, "seen": text} for n, text in zip(num_tokens, seen)]
+
+def read(data_source, solution_str, ground_truth, extra_info=None, *, full_prompt):
+    return {"score": 1.0, "read": full_prompt}
+
+def read_many(data_sources, solution_strs, ground_truths, extra_infos, full_prompt):
+    return [{"score": 1.0, "read": text} for text in full_prompt]
+
+def read_group(data_source, solution_strs, ground_truth, extra_info, full_prompt):
+    return [{"score": 1.0, "read": full_prompt}] * len(solution_strs)
 
 def group(data_source, solution_strs, ground_truth, extra_info, num_tokens, finish_reason, prompt, images, step,
           response_length, max_response_length):
@@ -1298,6 +1346,41 @@ def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
     _, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
     assert extras["others"] == [0, 0, None, 0]  # and the user's own step is the one in effect
     assert manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()[0].sum(1).tolist() == [3, 3, 0, 3]
+
+
+def test_a_scorer_gets_the_prompt_as_the_model_read_it_and_only_if_it_asks(manager_of, one_rank):
+    """Also a shadow scorer. A prompt is decoded once for its group, and not at all for others' scorers."""
+    chat = [{"role": "user", "content": "1+1"}]
+    ids = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    batch = groups_of(["1", "2=2", None, "3"], "aabb")
+    batch.non_tensor_batch["raw_prompt_ids"] = np.array([ids, ids, ids[:-1], ids[:-1], None], dtype=object)[:-1]
+    decoded = []
+    manager = manager_of(NAMED, "read", "read_many", "read_group", workers=0)
+    shadow = manager_of(NAMED, "read_group", workers=0)
+    manager.tokenizer = shadow.tokenizer = Decoder(decoded)
+    extras, _ = Rewards(manager, shadow=shadow).submit(batch, 1).add_to(batch)
+    whole = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    cut = TOKENIZER.decode(ids[:-1])
+    assert whole != cut and whole.startswith(cut)
+    for name in ("read", "read_many", "read_group"):
+        assert extras[f"mine.{name}/read"] == [whole, whole, None, cut]
+    assert extras["shadow/mine.read_group"] == [1, 1, None, 1] and decoded == [ids, ids[:-1]] * 2
+    silent = manager_of(NAMED, "place", workers=0)
+    silent.tokenizer = Decoder(decoded)
+    silent.submit(batch).get()
+    assert len(decoded) == 4
+
+
+class Decoder:
+    def __init__(self, decoded: list):
+        self.decoded = decoded
+
+    def __getattr__(self, name):
+        return getattr(TOKENIZER, name)
+
+    def decode(self, ids, **kwargs):
+        self.decoded.append(ids)
+        return TOKENIZER.decode(ids, **kwargs)
 
 
 def split_group(world, scorer):
