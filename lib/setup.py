@@ -585,6 +585,7 @@ def make_rewards_and_validation(
         timeout_s=reward.reward_timeout,
         memory_mb=reward.reward_memory,
         seed=args.run.seed,
+        log=run.tracker.run_dir / f"scorers-{run.world.rank}.log",
     )
     # without the recorder: in a replay, shadow scorers score the recorded responses anew
     shadow = make_manager(inputs.shadow_scorers) if inputs.shadow_scorers else None

@@ -191,7 +191,7 @@ class Audit:
         parts = list(calls.values())
         tasks = [(0, self.timeout_s * len(part), [samples[i] for i in part], f"audit {part[0]}") for part in parts]
         found: list[bool | str] = [""] * len(texts)
-        for number, answers in self.pool.collect(self.pool.submit(tasks)):
+        for number, answers, _ in self.pool.collect(self.pool.submit(tasks)):
             for i, (kind, value) in zip(parts[number], answers):
                 found[i] = self._is_right(value) if kind == "ok" else f"{kind}: {reason(kind, value)}"
         return found
@@ -203,7 +203,8 @@ class Audit:
     def _sample(self, row: dict, text: str) -> dict:
         tokens = len(text.split()) + 1
         named: dict[str, Any] = {"num_tokens": tokens, "response_length": tokens, "max_response_length": sys.maxsize}
-        named |= {"finish_reason": "stop", "prompt": row["prompt"], "images": [], "step": 0}
+        named |= {"finish_reason": "stop", "prompt": row["prompt"], "full_prompt": row["text"], "images": []}
+        named |= {"step": 0}
         own = {key: row[key] for key in ("data_source", "ground_truth", "extra_info")} | {"solution_str": text}
         return own | {key: named[key] for key in self.scorer.requested}
 

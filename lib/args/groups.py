@@ -287,7 +287,7 @@ class RewardArgs(Group):
     reward_weights: Annotated[tuple[float, ...], Interval(ge=-1e4, le=1e4)] = ()
     """a weight for each scorer of --reward; empty: 1 each"""
     reward_kwargs: Annotated[str, AS_RECORDED] = "{}"
-    """JSON of keyword arguments for every scorer"""
+    """JSON of keyword arguments for every scorer, or {"file.function": {...}} for the one of this name"""
     shadow_reward: Annotated[tuple[str, ...], FILES, MAY_CHANGE] = ()
     """scorers, as --reward, that are logged beside the reward (shadow/<name>/...) and never trained on"""
     reward_workers: Annotated[int, Interval(ge=0, le=1024), MAY_CHANGE] = 2

@@ -10,11 +10,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from itertools import count, groupby, islice
 from operator import itemgetter
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
@@ -22,7 +26,7 @@ from lib.cli.secrets import redact
 from lib.core_algos import at_last_token
 from lib.data import response_texts
 from lib.data_proto import DataProto
-from lib.distributed import Max, Metric, Sum, all_gather_lists
+from lib.distributed import Max, Mean, Metric, Sum, add_metrics, all_gather_lists
 from lib.reward.scorers import Scorer
 from lib.rollout import NoRecorder
 from lib.sandbox import ARGUMENTS, LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
@@ -48,6 +52,7 @@ class RewardManager:
     recorder: NoRecorder = field(default_factory=NoRecorder)
     seed: int = 0
     """what a scorer draws depends on it, the response's uid and its number in the group, so on no rank or worker"""
+    log: Path | None = None  # for what scorers print in workers; None: it is dropped
 
     def __post_init__(self) -> None:
         self._pool: Pool | None = None
@@ -76,12 +81,14 @@ class RewardManager:
         uids = list(columns.get("uid", [""] * len(mask)))
         calls = [(k, part) for k, scorer in enumerate(self.scorers) for part in _parts(scorer.form, rows, uids)]
         media: Any = columns.get("multi_modal_data", [{}] * len(mask))
+        decode = lru_cache(lambda ids: self.tokenizer.decode(list(ids)))  # a group's rows have one prompt
         on_request: dict[str, Callable] = {  # by row; ON_REQUEST names them
             "num_tokens": lambda i: int(mask[i].sum()),
             "response_length": lambda i: 1 + int(mask[i].nonzero().max()),
             "max_response_length": lambda i: columns["max_response_length"][i],
             "finish_reason": lambda i: columns["finish_reason"][i],
             "prompt": lambda i: columns["raw_prompt"][i],
+            "full_prompt": lambda i: decode(tuple(columns["raw_prompt_ids"][i])),
             "images": lambda i: media[i].get("image", []),
             "step": lambda _: step,
         }
@@ -92,7 +99,7 @@ class RewardManager:
             scorer = self.scorers[k]
             given = [samples[i] | {name: on_request[name](i) for name in scorer.requested} for i in part]
             tasks.append((k, self.timeout_s * len(part), given, f"{keys[part[0]]} {scorer.name}"))
-        answers = iter(()) if self.recorder.replaying else self._answers(tasks)
+        answers = iter(()) if self.recorder.replaying else self._answers(tasks, step)
         return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
 
     def _texts(self, responses: torch.Tensor, mask: torch.Tensor) -> list[str]:
@@ -113,25 +120,30 @@ class RewardManager:
         """Starts the scorers' imports, which take seconds."""
         if self.workers:
             scorers = [asdict(scorer) | {"time_limit_s": self.timeout_s} for scorer in self.scorers]
-            self._pool = Pool(scorers, self.workers, self.memory_mb, self.seed)
+            first = not dist.is_initialized() or dist.get_rank() == 0
+            self._pool = Pool(scorers, self.workers, self.memory_mb, self.seed, self.log, shows=first)
         else:
             with seeded(str(self.seed)):  # an import may draw
                 self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in self.scorers]
 
-    def _answers(self, tasks: list[tuple[int, float, list[dict], str]]) -> Iterator[tuple[int, list]]:
+    def _answers(self, tasks: list[tuple[int, float, list[dict], str]], step: int) -> Iterator[tuple[int, list, float]]:
         """Starts scoring; the iterator waits for the answers."""
         if self._pool is None and self._functions is None:
             self._start()
         if self._functions is not None:
-            return enumerate([self._score_here(self._functions[k], k, part, key) for k, _, part, key in tasks])
+            functions = self._functions
+            scored = [self._score_here(functions[k], k, part, key) for k, _, part, key in tasks]
+            return ((number, *answer) for number, answer in enumerate(scored))
         assert self._pool is not None
-        return self._pool.collect(self._pool.submit(tasks))
+        return self._pool.collect(self._pool.submit(tasks, step))
 
-    def _score_here(self, function: Callable, k: int, samples: list[dict], key: str) -> list:
+    def _score_here(self, function: Callable, k: int, samples: list[dict], key: str) -> tuple[list, float]:
+        start = perf_counter()
         try:
             with seeded(key):
                 results = call(function, self.scorers[k].form, samples)
-            return [["ok", checked(result, sample)] for result, sample in zip(results, samples)]
+            answers = [["ok", checked(result, sample)] for result, sample in zip(results, samples)]
+            return answers, perf_counter() - start
         except (Exception, SystemExit) as error:
             where = f"in scorer {self.scorers[k].name}, {_describe(samples[0])}"
             if isinstance(error, SystemExit):  # it would silently end the run
@@ -190,6 +202,14 @@ def unfit(key: str, value) -> str:
     return ""
 
 
+def scorer_seconds(name: str, seconds: float, responses: int) -> dict[str, Metric]:
+    """The mean of a response and the maximum of a call, of one call."""
+    return {
+        f"perf/scorer_seconds/{name}/mean": Mean(seconds, responses),
+        f"perf/scorer_seconds/{name}/max": Max(seconds),
+    }
+
+
 def _describe(sample: dict) -> str:
     return f"data_source {sample['data_source']!r}, response {sample['solution_str'][:200]!r}"
 
@@ -203,7 +223,8 @@ class PendingScores:
     device: torch.device
     samples: dict[int, dict]  # by row, without aborted ones
     calls: list[tuple[int, list[int]]]  # (scorer, rows)
-    answers: Iterable[tuple[int, list]]  # (index of the call, [kind, value] of each of its rows)
+    answers: Iterable[tuple[int, list, float]]  # (index of the call, [kind, value] of each of its rows, seconds)
+    seconds: dict[int, float] = field(default_factory=dict)  # by index of the call; empty in a replay
 
     def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Metric]]:
         """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at each row's last trained
@@ -215,7 +236,7 @@ class PendingScores:
         manager, failed, of_others = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0), 0
         results: dict[tuple[int, int], dict] = {}  # by scorer and row
         lengths = [len(rows) for _, rows in self.calls]
-        for number, answers in manager.recorder.record_each("scores", self.answers, lengths):
+        for number, answers in manager.recorder.record_each("scores", self._timed(), lengths):
             k, rows = self.calls[number]
             name = manager.scorers[k].name
             for row, (kind, value) in zip(rows, answers):
@@ -255,6 +276,19 @@ class PendingScores:
         if of_others:
             counts["faults/scores_of_other_rows"] = Max(of_others)
         return at_last_token(scores, self.mask).to(self.device), dict(extras), counts
+
+    def _timed(self) -> Iterator[tuple[int, list]]:
+        for number, answers, seconds in self.answers:
+            self.seconds[number] = seconds
+            yield number, answers
+
+    def time_metrics(self, group: str = "") -> dict[str, Metric]:
+        """The time that each scorer took, after get()."""
+        metrics: dict[str, Metric] = {}
+        for number, seconds in self.seconds.items():
+            k, rows = self.calls[number]
+            add_metrics(metrics, scorer_seconds(group + self.manager.scorers[k].name, seconds, len(rows)))
+        return metrics
 
     def get_by_name(self) -> tuple[dict[str, list], dict[str, Metric]]:
         """get(), for scorers that are only logged: {"shadow/<name>": B scores, None for a response without one}, and

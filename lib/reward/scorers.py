@@ -37,21 +37,22 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
     many responses, as compute_score_batch(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs). If
     data_source, ground_truth or extra_info beside it is singular, it is a group scorer: called for all responses to a
     prompt, as compute_score_group(data_source=, solution_strs=, ground_truth=, extra_info=, **kwargs). Each may be
-    async. It returns a number, or a dict with "score" and values to log; with solution_strs, a list of these. A row's
-    score is the sum of weight x score; without weights, each weight is 1. A parameter of ON_REQUEST, which kwargs do
-    not give, gets its value (docs/rewards.md); time_limit_s gets the seconds of a response. Raises InputError for a
-    scorer that is not there, cannot be called so, or lacks a ground truth that it needs; for a data_source without a
-    scorer; and for a sandbox weaker than --sandbox-level."""
+    async. What kwargs have under a scorer's name goes to this scorer alone. It returns a number, or a dict with "score"
+    and values to log; with solution_strs, a list of these. A row's score is the sum of weight x score; without weights,
+    each weight is 1. A parameter of ON_REQUEST, which kwargs do not give, gets its value (docs/rewards.md);
+    time_limit_s gets the seconds of a response. Raises InputError for a scorer that is not there, cannot be called so,
+    or lacks a ground truth that it needs; for a data_source without a scorer; and for a sandbox weaker than
+    --sandbox-level."""
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
         raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
     scorers = []
     for spec, weight in zip(specs, weights):
         if spec == BY_DATA_SOURCE:
-            modules = _modules_for(datasets)
-            if SANDBOXED.intersection(modules) and "sandbox_url" not in kwargs:
+            modules, own = _modules_for(datasets), _kwargs_of(spec, kwargs)
+            if SANDBOXED.intersection(modules) and "sandbox_url" not in own:
                 sandbox_level()
-            scorers.append(Scorer(spec, spec, modules, kwargs, weight, "response", requested=(), takes_truth=True))
+            scorers.append(Scorer(spec, spec, modules, own, weight, "response", requested=(), takes_truth=True))
         else:
             scorers.append(_from_file(spec, kwargs, weight))
         row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
@@ -67,7 +68,16 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
 
 def check_keywords(scorers: Sequence[Scorer], kwargs: dict) -> None:
     """Raises InputError for a keyword that none of a run's scorers declares, those of --val-reward among them, unless
-    one of your own declares **kwargs alone."""
+    one of your own declares **kwargs alone. Under the name of a scorer, that one must declare it."""
+    _check_declared("--reward-kwargs", scorers, {key: kwargs[key] for key in kwargs if not _is_name(key)})
+    for name in filter(_is_name, kwargs):
+        if not (of_name := [scorer for scorer in scorers if scorer.name == name]):
+            names = ", ".join(sorted({scorer.name for scorer in scorers}))
+            raise InputError(f"--reward-kwargs: no scorer is called {name}; the scorers are {names}")
+        _check_declared(f"--reward-kwargs {name}", of_name, kwargs[name])
+
+
+def _check_declared(where: str, scorers: Sequence[Scorer], kwargs: dict) -> None:
     declared: set[str] = set()
     for scorer in scorers if kwargs else ():
         by_source = scorer.spec == BY_DATA_SOURCE
@@ -86,7 +96,19 @@ def check_keywords(scorers: Sequence[Scorer], kwargs: dict) -> None:
             declared |= own
     if unknown := kwargs.keys() - declared - {"time_limit_s"}:
         known = f"the scorers take {', '.join(sorted(declared))}" if declared else "the scorers take none"
-        raise InputError(f"--reward-kwargs: no scorer declares {', '.join(sorted(unknown))}; {known}")
+        raise InputError(f"{where}: no scorer declares {', '.join(sorted(unknown))}; {known}")
+
+
+def _is_name(key: str) -> bool:
+    """Whether --reward-kwargs has a scorer's name there, and no keyword."""
+    return key == BY_DATA_SOURCE or "." in key
+
+
+def _kwargs_of(name: str, kwargs: dict) -> dict:
+    own = kwargs.get(name, {})
+    if not isinstance(own, dict):
+        raise InputError(f'--reward-kwargs {name}: give a JSON object, such as {{"{name}": {{"coef": 1}}}}')
+    return {key: value for key, value in kwargs.items() if not _is_name(key)} | own
 
 
 def _modules_for(datasets: list) -> list[str]:
@@ -112,6 +134,7 @@ def _from_file(spec: str, kwargs: dict, weight: float) -> Scorer:
         raise InputError(f"--reward {spec}: it is not a function of Python") from error
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
+    kwargs = _kwargs_of(f"{path.stem}.{name}", kwargs)
     form = _form(signature.parameters)
     if "completions" in signature.parameters and plural(form, "solution_str") not in signature.parameters:
         how = "three lines turn it into a scorer (docs/coming_from_trl.md#reward-functions)"

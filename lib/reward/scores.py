@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from lib.core_algos import ROUNDING, at_last_token
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, add_metrics, all_gather_lists, reduce_metrics, timed
 from lib.model import reward_model_scores
-from lib.reward.manager import PendingScores, RewardManager
+from lib.reward.manager import SHADOW, PendingScores, RewardManager, scorer_seconds
 
 
 @dataclass
@@ -75,16 +76,19 @@ class PendingRewards:
             raise InputError("these are not the rows that were submitted: sort or filter a batch before submit(batch)")
         manager = self.rewards.manager
         scores, extras, failures = self.scores.get()
+        failures |= self.scores.time_metrics()
         unscored = scores.isnan().any(1)
         batch.batch["response_mask"][unscored] = 0
         scores[unscored] = 0
         if "turn_rewards" in batch.batch:
             scores = scores + self.rewards.turn_coef * batch.batch["turn_rewards"]
         if (model := self.rewards.reward_model) is not None:
-            compute = partial(model.scores, batch, manager.tokenizer)
+            compute, start = partial(model.scores, batch, manager.tokenizer), perf_counter()
             values = manager.recorder.record("reward_model", compute).batch["scores"]
             scores = scores + model.coef * at_last_token(values, batch.batch["response_mask"])
             extras["reward_model"] = values.tolist()
+            if not manager.recorder.replaying:
+                failures |= scorer_seconds("reward_model", perf_counter() - start, len(batch))
         batch.batch["token_level_scores"] = scores
         if reward_keys:
             batch.batch["reward_components"] = reward_components(extras, reward_keys, scores)
@@ -94,7 +98,7 @@ class PendingRewards:
             for name, values in shadow_scores.items():
                 shadow_metrics |= {f"{name}/correlation": correlation(values, rewards)}
             extras |= shadow_scores
-            add_metrics(failures, shadow_metrics)
+            add_metrics(failures, shadow_metrics | self.shadow.time_metrics(SHADOW))
         given = [{key: x[i] for key, x in extras.items() if x[i] is not None} for i in range(len(batch))]
         batch.non_tensor_batch["reward_extra_info"] = np.array(given, dtype=object)
         return extras, failures

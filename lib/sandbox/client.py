@@ -35,6 +35,7 @@ SHELL_READS = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives")
 _zygotes: dict[str, socket.socket] = {}  # by the module that the zygote has imported; forks of this process share them
 _idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes that evaluate() can use again, by function
 _lock = threading.Lock()
+announces = True  # whether sandbox_level() prints what it found
 
 
 def _after_fork() -> None:
@@ -206,7 +207,7 @@ def sandbox_level() -> str:
         what = f"what the model writes would be run in a sandbox of level {level} ({HOLDS[level]})"
         docker = "In Docker, --security-opt seccomp=unconfined --security-opt apparmor=unconfined allows namespaces"
         raise InputError(f"{what}, as others fail here ({failed}): --sandbox-level {level} accepts that. {docker}")
-    if is_first_on_node():
+    if announces and is_first_on_node():
         print(f"sandbox: {level}: {HOLDS[level]}{failed and f' ({failed})'}", flush=True)
     return level
 

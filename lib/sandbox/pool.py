@@ -9,7 +9,10 @@ threads or touch a GPU when called, not when imported: a fork keeps neither.
 
 When the trainer ends, also by kill -9, the supervisor sees it within a second and ends the workers. Tasks go out as
 pickles, answers come back as JSON, both in frames (frames.py). Of the pool's descriptors a scorer reaches only its own
-worker's socket. If a scorer changes its process (folder, environment, globals), later samples of that worker see it."""
+worker's socket. If a scorer changes its process (folder, environment, globals), later samples of that worker see it.
+
+A worker's stdout and stderr are a pipe, which the supervisor empties into a PrintLog. What a thread or child prints
+after its scorer has returned counts as printed by the worker's last scorer."""
 
 import ctypes
 import faulthandler
@@ -30,11 +33,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib import how_it_ended
+from lib.cli.secrets import secret_in
+from lib.sandbox import client
 from lib.sandbox.frames import Frames
+from lib.sandbox.printed import MOST_OF_CALL, PrintLog
 from lib.sandbox.scorer import LARGEST_SCORE, LONGEST_RESULT, call, checked, load_scorer
 from lib.seeds import seeded, set_seed
 
@@ -45,6 +51,8 @@ LONGEST_TRACEBACK = 4000  # characters; its end is kept
 LONGEST_MESSAGE = 2**40  # bytes, between trainer and supervisor
 ALIVE_S, SILENCE_S = 5.0, 120.0  # how often a supervisor sends a sign of life; silence after which it is given up
 ID = struct.Struct("!Q")  # a task's id; every task and every answer begins with it
+SECONDS = struct.Struct("!d")  # how long a task took; an answer's, after its id
+PRINTED = ID.pack(2**64 - 1)  # in place of an answer's id: lines for the console
 
 
 # ---- in a worker -----------------------------------------------------------------------------------
@@ -70,8 +78,12 @@ def _attempt(function: Callable, form: str, samples: list[dict], key: str) -> tu
     return answers, True
 
 
-def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, str]], memory_mb: int) -> None:
+def _work(frames: Frames, notes: int, out: int | None, scorers: list[tuple[Callable, str]], memory_mb: int) -> None:
     """Answers tasks until the supervisor closes the socket."""
+    if out is not None:
+        os.dup2(out, 1)
+        os.close(out)
+    os.dup2(1, 2)  # without a pipe, the supervisor's stdout is /dev/null
     if LINUX:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         data_pages = int(Path("/proc/self/statm").read_text().split()[5])
@@ -79,7 +91,6 @@ def _work(frames: Frames, notes: int, scorers: list[tuple[Callable, str]], memor
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.dup2(1, 2)  # the supervisor's stdout is /dev/null
     faulthandler.enable(notes)
     os.register_at_fork(after_in_child=frames.close)  # a scorer's child process must not answer
     while True:
@@ -97,6 +108,9 @@ class _Task:
     samples: int
     limit_s: float
     pickled: bytes
+    step: int
+    scorer: int
+    began: float = 0.0  # when a worker got it
 
 
 @dataclass(eq=False)
@@ -104,14 +118,20 @@ class _Worker:
     pid: int
     frames: Frames
     notes: int  # the end of a pipe into which faulthandler writes
+    out: int | None  # that of its stdout and stderr; None: closed, or there is no PrintLog
     task: _Task | None = None
+    last: _Task | None = None
+    printed: bytearray = field(default_factory=bytearray)  # by the last task, at most MOST_OF_CALL
+    left_out: int = 0  # further bytes
     deadline: float = math.inf
     overdue: bool = False
 
 
 class _Supervisor:
-    def __init__(self, trainer: Frames, scorers: list[tuple[Callable, str]], workers: int, memory_mb: int):
-        self.trainer, self.scorers, self.max_workers, self.memory_mb = trainer, scorers, workers, memory_mb
+    def __init__(self, trainer: Frames, scorers: list[tuple[Callable, str]], setup: dict):
+        self.trainer, self.scorers, self.memory_mb = trainer, scorers, setup["memory_mb"]
+        self.max_workers, self.names = setup["workers"], [scorer.get("name", "") for scorer in setup["scorers"]]
+        self.log = PrintLog(setup["log"]) if setup["log"] else None
         self.workers: list[_Worker] = []
         self.queue: deque[_Task] = deque()
         self.answers: dict[int, bytes] = {}  # answers that the trainer has not asked for yet
@@ -146,11 +166,19 @@ class _Supervisor:
         poll = select.poll()
         for frames in (self.trainer, *(worker.frames for worker in self.workers)):
             poll.register(frames, select.POLLIN | select.POLLOUT if frames.unsent else select.POLLIN)
+        # after the sockets, so that what a worker has printed before its answer is seen with it
+        for worker in self.workers:
+            if worker.out is not None:
+                poll.register(worker.out, select.POLLIN)
         next_deadline = min((worker.deadline for worker in self.workers), default=math.inf)
-        for fd, _ in poll.poll(1000 * max(0.0, min(1.0, next_deadline - time.monotonic()))):
-            if worker := workers.get(fd):
-                self._collect(worker)
-            else:
+        ready = dict(poll.poll(1000 * max(0.0, min(1.0, next_deadline - time.monotonic()))))
+        for worker in self.workers:
+            if worker.out in ready:
+                self._hear(worker)
+        for fd in ready:
+            if found := workers.get(fd):
+                self._collect(found)
+            elif fd == self.trainer.fileno():
                 self.trainer.flush()
                 for message in self.trainer.receive():
                     self.obey(message)
@@ -171,6 +199,32 @@ class _Supervisor:
         else:
             self.answers[task_id] = answer
 
+    def _done(self, worker: _Worker, answer: bytes) -> None:
+        assert worker.task is not None
+        self._log(worker)
+        self._answer(worker.task.id, SECONDS.pack(time.monotonic() - worker.task.began) + answer)
+
+    def _hear(self, worker: _Worker) -> None:
+        """Reads what the worker has printed."""
+        if worker.out is None:
+            return
+        with suppress(BlockingIOError):
+            if not (printed := os.read(worker.out, MOST_OF_CALL)):  # it has closed its stdout
+                os.close(worker.out)
+                worker.out = None
+            kept = printed[: MOST_OF_CALL - len(worker.printed)]
+            worker.printed += kept
+            worker.left_out += len(printed) - len(kept)
+
+    def _log(self, worker: _Worker) -> None:
+        if self.log and worker.last and (worker.printed or worker.left_out):
+            name = self.names[worker.last.scorer]
+            shown = self.log.write(worker.last.step, name, bytes(worker.printed), worker.left_out)
+            worker.printed, worker.left_out = bytearray(), 0
+            with suppress(OSError):  # the trainer is gone
+                if shown:
+                    self.trainer.send(PRINTED + "\n".join(shown).encode())
+
     def _say(self, message: bytes) -> None:
         self.trainer.send(message)
         self.spoke = time.monotonic()
@@ -181,8 +235,10 @@ class _Supervisor:
             if worker is None and len(self.workers) == self.max_workers:
                 return
             worker = worker or self._fork()
-            worker.task = self.queue.popleft()
-            worker.deadline = time.monotonic() + worker.task.limit_s
+            self._log(worker)  # since its last answer
+            worker.task = worker.last = self.queue.popleft()
+            worker.task.began = time.monotonic()
+            worker.deadline = worker.task.began + worker.task.limit_s
             worker.frames.longest = worker.task.samples * (LONGEST_RESULT + 16 * LONGEST_TRACEBACK)
             try:
                 worker.frames.send(ID.pack(worker.task.id) + worker.task.pickled)
@@ -194,23 +250,28 @@ class _Supervisor:
         notes, their_notes = os.pipe()
         os.set_blocking(notes, False)
         os.set_blocking(their_notes, False)
+        out, their_out = os.pipe() if self.log else (None, None)
         pid = os.fork()
         if pid == 0:
             try:
                 self.trainer.close()
                 ours.close()
-                os.close(notes)
+                for fd in (notes, out, *(fd for other in self.workers for fd in (other.notes, other.out))):
+                    if fd is not None:
+                        os.close(fd)
                 for other in self.workers:
                     other.frames.close()
-                    os.close(other.notes)
-                _work(Frames(theirs, LONGEST_MESSAGE), their_notes, self.scorers, self.memory_mb)
+                _work(Frames(theirs, LONGEST_MESSAGE), their_notes, their_out, self.scorers, self.memory_mb)
             finally:
                 os._exit(1)
         os.setpgid(pid, pid)  # before it gets a task
         theirs.close()
         os.close(their_notes)
+        if out is not None and their_out is not None:
+            os.close(their_out)
+            os.set_blocking(out, False)
         ours.setblocking(False)
-        self.workers.append(_Worker(pid, Frames(ours, 0), notes))
+        self.workers.append(_Worker(pid, Frames(ours, 0), notes, out))
         return self.workers[-1]
 
     def _collect(self, worker: _Worker) -> None:
@@ -229,7 +290,7 @@ class _Supervisor:
             if worker.overdue or not answer.startswith(ID.pack(worker.task.id)):
                 self._lose(worker, "it sent an answer to another task")
                 return
-            self._answer(worker.task.id, answer[ID.size + 1 :])
+            self._done(worker, answer[ID.size + 1 :])
             worker.task, worker.deadline = None, math.inf
             if answer[ID.size :][:1] != b"+" or len(answers) > 1 or worker.frames.received:
                 self._kill(worker)
@@ -243,7 +304,7 @@ class _Supervisor:
         failure = ["crash", f"the process died: {how}\n{where}"]
         if worker.overdue:
             failure = ["timeout", f"stopped after {worker.task.limit_s:g} s\n{where}"]
-        self._answer(worker.task.id, json.dumps([failure] * worker.task.samples).encode())
+        self._done(worker, json.dumps([failure] * worker.task.samples).encode())
 
     def _kill(self, worker: _Worker) -> tuple[int, str]:
         """Ends a worker, its process group and all orphans. Returns its exit code and what faulthandler wrote."""
@@ -253,6 +314,11 @@ class _Supervisor:
         _, status = os.waitpid(worker.pid, 0)
         self.workers.remove(worker)
         worker.frames.close()
+        self._hear(worker)
+        self._log(worker)
+        if worker.out is not None:
+            os.close(worker.out)
+            worker.out = None
         where = b""
         with suppress(BlockingIOError), open(worker.notes, "rb", buffering=0) as notes:
             where = (notes.read(2**16) or b"").partition(b"\n\nExtension modules: ")[0]
@@ -282,8 +348,10 @@ def supervise(fd: int, trainer_pid: int) -> None:
             pass
         setup = pickle.loads(messages[0])  # noqa: S301 the trainer's
         set_seed(setup["seed"])  # the imports may draw
+        client.announces = False  # the trainer has said which sandbox works here
         scorers = []
         for scorer in setup["scorers"]:
+            secret_in(scorer["kwargs"], "--reward-kwargs")  # the log redacts the variables that it names
             try:
                 function = load_scorer(scorer["spec"], scorer["modules"], scorer["kwargs"], scorer.get("time_limit_s"))
             except BaseException as error:  # noqa: BLE001 the user's file may raise anything; each sample then shows it
@@ -294,7 +362,7 @@ def supervise(fd: int, trainer_pid: int) -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one would not see the trainer's end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         trainer.socket.setblocking(False)
-        supervisor = _Supervisor(trainer, scorers, setup["workers"], setup["memory_mb"])
+        supervisor = _Supervisor(trainer, scorers, setup)
         for message in messages[1:]:
             supervisor.obey(message)
         supervisor.serve(trainer_pid)
@@ -306,15 +374,16 @@ def _raise(error: BaseException, **_):
 
 # ---- in the trainer --------------------------------------------------------------------------------
 class Pool:
-    """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments and form. memory_mb: MiB that a
-    worker may take beyond what the imports took. seed: for what the imports draw.
+    """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments, form and name. memory_mb: MiB
+    that a worker may take beyond what the imports took. seed: for what the imports draw. log: the file for what scorers
+    print; None: it is dropped. shows: whether to print the first lines of each kind.
     A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's arguments; a
     scorer of form "response" gets one. key: what the scorer draws depends on it alone, see lib/seeds.py."""
 
-    def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed: int = 0):
+    def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed=0, log: Path | None = None, shows=True):
         ours, theirs = socket.socketpair()
         start = f"import sys; sys.path[:] = {sys.path!r}; from lib.sandbox.pool import supervise"
-        command = [sys.executable, "-P", "-c", f"{start}; supervise({theirs.fileno()}, {os.getpid()})"]
+        command = [sys.executable, "-u", "-P", "-c", f"{start}; supervise({theirs.fileno()}, {os.getpid()})"]
         fds, null = [theirs.fileno()], subprocess.DEVNULL
         # in a session of its own: only the trainer gets Ctrl-C
         self._process = subprocess.Popen(command, pass_fds=fds, stdin=null, stdout=null, start_new_session=True)
@@ -323,23 +392,36 @@ class Pool:
         self._received: deque[bytes] = deque()
         self._next_id = 0
         self._samples: dict[int, int] = {}  # number of samples, by id of each unanswered task
-        self._send({"scorers": scorers, "workers": workers, "memory_mb": memory_mb, "seed": seed})
+        self._shows = shows
+        log = log and log.absolute()  # an import may change the folder
+        self._send({"scorers": scorers, "workers": workers, "memory_mb": memory_mb, "seed": seed, "log": log})
 
-    def submit(self, tasks: list[tuple[int, float, list[dict], str]]) -> range:
-        """Queues tasks and returns their ids for collect() at once."""
+    def submit(self, tasks: list[tuple[int, float, list[dict], str]], step: int = 0) -> range:
+        """Queues tasks and returns their ids for collect() at once. step: for the log."""
         ids = range(self._next_id, self._next_id + len(tasks))
         self._next_id += len(tasks)
         self._samples |= {i: len(task[2]) for i, task in zip(ids, tasks)}
-        self._send(("score", [(i, len(task[2]), task[1], pickle.dumps(task)) for i, task in zip(ids, tasks)]))
+        queued = [(i, len(task[2]), task[1], pickle.dumps(task), step, task[0]) for i, task in zip(ids, tasks)]
+        self._send(("score", queued))
         return ids
 
-    def collect(self, ids: range) -> Iterator[tuple[int, list]]:
-        """Yields (the task's index, [kind, value] of each sample): ok, a dict; or error, crash or timeout, a text."""
+    def collect(self, ids: range) -> Iterator[tuple[int, list, float]]:
+        """Yields (the task's index, [kind, value] of each sample, the call's seconds). A kind and its value are ok, a
+        dict; or error, crash or timeout, a text."""
         self._send(("collect", ids))
         for _ in ids:
             message = self._receive()
-            [task_id] = ID.unpack_from(message)
-            yield task_id - ids.start, read_answers(message[ID.size :], self._samples.pop(task_id))
+            while message.startswith(PRINTED):
+                self._show(message[ID.size :].decode())
+                message = self._receive()
+            [task_id], [seconds] = ID.unpack_from(message), SECONDS.unpack_from(message, ID.size)
+            answers = read_answers(message[ID.size + SECONDS.size :], self._samples.pop(task_id))
+            yield task_id - ids.start, answers, seconds
+
+    def _show(self, lines: str) -> None:
+        if self._shows:
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            print(lines.encode(encoding, "replace").decode(encoding), flush=True)
 
     def _send(self, message) -> None:
         with self._talking():

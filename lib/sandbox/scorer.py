@@ -12,7 +12,7 @@ from lib.cli.user_code import load_object
 BY_DATA_SOURCE = "data_source"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of every scorer
 OF_RESPONSE = {"solution_str", "num_tokens", "response_length", "finish_reason"}
-OF_PROMPT = ("max_response_length", "prompt", "images", "step")
+OF_PROMPT = ("max_response_length", "prompt", "full_prompt", "images", "step")
 ON_REQUEST = ("num_tokens", "response_length", "finish_reason", *OF_PROMPT)  # of one with a parameter of this name
 LARGEST_SCORE = 1e12  # with larger scores a gradient's norm may overflow in float32, and there is no update
 OF = " of"  # no scorer can return this key: `unfit` refuses it

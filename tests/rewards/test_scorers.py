@@ -1039,7 +1039,7 @@ def test_the_pool_counts_a_judge_that_says_nothing():
         try:
             sample = {"data_source": "", "ground_truth": "", "extra_info": {"question": "Is it?"}}
             tasks = [(0, 30.0, [sample | {"solution_str": text}], "") for text in ("good", "bad", "good")]
-            answers = {number: answer for number, [answer] in pool.collect(pool.submit(tasks))}
+            answers = {number: answer for number, [answer], _ in pool.collect(pool.submit(tasks))}
         finally:
             pool.close()
     assert [(answers[i][0], answers[i][1]["score"]) for i in (0, 2)] == [("ok", 0.6)] * 2

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,13 @@ import random
 def score(**kwargs):
     assert random.random() > 0.1
     return {"score": random.random(), "draw": random.random()}
+"""
+
+READS = """
+def score(full_prompt, prompt, *, a, **kwargs):
+    assert "calculator" in full_prompt and prompt[-1]["content"] in full_prompt and full_prompt[-10:].strip()
+    print("response", len(full_prompt))
+    return a * len(full_prompt)
 """
 
 
@@ -81,16 +89,27 @@ def test_several_turns_and_a_reward_model(tmp_path):
     AutoTokenizer.from_pretrained(TOY_MODEL).save_pretrained(judge)
     rows = Path(ROOT, "data/toy_tools/val.jsonl").read_text().splitlines()[:4]
     (tmp_path / "val.jsonl").write_text("\n".join(rows))
-    args = [*SMALL, *TOOLS, "--total-steps", "2", "--reward-model", str(judge), "--reward-kwargs", "{}"]
+    (tmp_path / "read.py").write_text(READS)
+    args = [*SMALL, *TOOLS, "--total-steps", "2", "--reward-model", str(judge)]
+    args += ["--shadow-reward", f"{tmp_path / 'read.py'}:score", "--reward-kwargs", '{"read.score": {"a": 2.0}}']
     args += ["--adv-estimator", "gigpo"]
     args += ["--val-files", str(tmp_path / "val.jsonl"), "--val-every", "2", "--val-before-train"]
-    ran(fork("grpo", tmp_path, *args, "--run-name", "live", "--record", str(tmp_path / "kept")))
+    done = ran(fork("grpo", tmp_path, *args, "--run-name", "live", "--record", str(tmp_path / "kept")))
     ran(fork("grpo", tmp_path, *args, "--run-name", "again", "--replay", str(tmp_path / "kept")))
     live, again = (metrics(tmp_path / name) for name in ("live", "again"))
     assert live == again and [row["step"] for row in live] == [0, 1, 2, 2]
     assert {"agent/turns_mean", "reward/reward_model/mean"} <= live[1].keys()
     clock = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[1]) for name in ("live", "again")]
     assert clock[0]["timing_s/tool_call"] == clock[1]["timing_s/tool_call"] > 0  # of the episodes, which are recorded
+    assert live[1]["shadow/read.score/mean"] > 100 and live[1]["shadow/error_count"] == 0
+    timed = [{key.split("/", 2)[2] for key in row if key.startswith("perf/scorer_seconds/")} for row in clock]
+    assert timed[1] == {"shadow/read.score/mean", "shadow/read.score/max"}  # the others are recorded
+    assert timed[0] - timed[1] == {f"{name}/{of}" for name in ("data_source", "reward_model") for of in ("mean", "max")}
+    printed = (tmp_path / "live/scorers-0.log").read_text().splitlines()
+    assert Counter(line.partition(": ")[0] for line in printed) == {
+        "step 0 read.score": 4, "step 1 read.score": 32, "step 2 read.score": 36
+    }  # fmt: skip
+    assert done.stdout.count("scorer read.score: response ") == 1
 
 
 @pytest.fixture(scope="module")

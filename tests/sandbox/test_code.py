@@ -843,7 +843,7 @@ def test_slow_programs_score_0_before_the_pool_takes_them_for_a_failure(seconds)
     pool = Pool([scorer | {"time_limit_s": 6.0}], 1, 2048)
     try:
         tasks = pool.submit([(0, 6.0, [slow | {"ground_truth": ["assert f() is None"] * 5}], "")])
-        [(_, [[kind, result]])] = pool.collect(tasks)
+        [(_, [[kind, result]], _)] = pool.collect(tasks)
     finally:
         pool.close()
     assert kind == "ok" and result["score"] == 0 and result["timeout"] == 1

@@ -24,7 +24,7 @@ from lib.reward import RewardManager, load_scorers
 from lib.reward.scorers import check_keywords
 from lib.reward.scores import Rewards, correlation, reward_components
 from lib.run import extra_metrics
-from lib.sandbox import pool
+from lib.sandbox import pool, printed
 from tests.common import TOY_MODEL, is_alive, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +52,10 @@ def batch_of(texts: list[str | None], data_sources: list[str] | None = None, **e
 
 def counts(timeout=0, crash=0, error=0, dropped_key=0) -> dict[str, Sum]:
     return {f"reward/{kind}_count": Sum(count) for kind, count in locals().items()}
+
+
+def untimed(metrics: dict) -> dict:
+    return {key: metric for key, metric in metrics.items() if not key.startswith("perf/")}
 
 
 def wait_until_gone(pids, seconds=20.0) -> set[int]:
@@ -403,7 +407,7 @@ def hostile(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "hostile.py").write_text(HOSTILE)
     scorers = load_scorers([f"{folder / 'hostile.py'}:score"], [])
-    settings = {"timeout_s": LIMIT_S, "memory_mb": 16, "failure_score": -2.0}
+    settings = {"timeout_s": LIMIT_S, "memory_mb": 16, "failure_score": -2.0, "log": folder / "scorers-0.log"}
     manager = RewardManager(scorers, TOKENIZER, workers=2, **settings)
     assert manager.submit(batch_of(["1"])).get()[2] == counts()
     manager.folder = folder
@@ -427,6 +431,7 @@ def test_a_hostile_scorer_costs_its_sample_and_no_other(kind, hostile, capfd):
     out, err = capfd.readouterr()
     assert f"reward: {counted} in scorer hostile.score, data_source {kind!r}, response '4=4'" in out
     assert shown in out and len(out) < 6000 and not err
+    assert (kind == "print_endlessly") == ("scorer hostile.score: xxxx" in out)
     child = hostile.folder / "child.pid"
     if child.exists():  # with its worker, whatever session it is in
         assert not wait_until_gone([int(child.read_text())])
@@ -550,6 +555,184 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
     ]
     for error in run_ranks(2, _components, extras, ["here", "text"]):
         assert "--reward-keys text: the scorers return no such number" in error
+
+
+# ---- what scorers print ----------------------------------------------------------------------------
+
+NOISY = """
+import os, subprocess, sys, threading, time
+from lib.sandbox.frames import Frames
+from rewards.code import compute_score as run_program
+
+here = os.path.dirname(__file__)
+
+def plain():
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    print("kind", 1)
+    print("kind", 23)
+
+def gigabyte():
+    for _ in range(1000):
+        os.write(1, b"z" * 2**20)
+
+def without_newline():
+    print("no end of line", end="")
+    os._exit(3)
+
+def binary():
+    os.write(1, bytes(range(256)) + b"\\n\\x1b[31mred\\x1b]0;title\\x07\\xe2\\x80\\xae")
+
+def thread():
+    def late():
+        while not os.path.exists(os.path.join(here, "go")):
+            time.sleep(0.01)
+        print("from a thread")
+        open(os.path.join(here, "gone"), "w").close()
+    threading.Thread(target=late).start()
+
+class Sent:
+    def send(self, data):
+        os.write(1, data)
+        return len(data)
+
+def protocol():
+    answer = (0).to_bytes(8, "big") + b'+[["ok", {"score": 9.0}]]'
+    Frames(Sent(), 0).send(answer)
+    os.write(2, b"\\0" * 8)
+
+def close():
+    os.close(1)
+    os.close(2)
+
+def child():
+    subprocess.run("echo from a child; echo its error >&2", shell=True, check=True)
+
+def secret():
+    print("the key is", os.environ["OPENAI_API_KEY"], "and", os.environ["ODD"])
+
+def program():
+    assert run_program("code", MODELS, ["assert f(3) == 1"])["score"] == 1
+    assert run_program("code", MODELS + "f(3)", {"inputs": [""], "outputs": ["MODELS\\nMODELS"]})["score"] == 1
+    run_program("code", MODELS, ["assert f(64) == 1"])
+
+MODELS = '''
+import os, sys
+print("MODELS")
+print("MODELS", file=sys.stderr)
+def f(fds):
+    for fd in range(fds):
+        try:
+            os.write(fd, b"MODELS")
+        except OSError:
+            pass
+    return 1
+'''
+
+def score(data_source, solution_str, ground_truth, extra_info=None, api_key_env=""):
+    if data_source != "calm":
+        globals()[data_source]()
+    return float(solution_str)
+"""
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """One pool with one worker for all that print."""
+    folder = tmp_path_factory.mktemp("noisy")
+    (folder / "noisy.py").write_text(NOISY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", "a-key-of-forty-two")
+        patch.setenv("ODD", "a-key-of-odd-name")
+        scorers = load_scorers([f"{folder / 'noisy.py'}:score"], [], {"api_key_env": "ODD"})
+        log = folder / "run" / "scorers-0.log"
+        manager = RewardManager(scorers, TOKENIZER, workers=1, failure_score=-1.0, log=log)
+        manager.folder = folder
+        assert manager.submit(batch_of(["1"])).get()[2] == counts() and not log.exists()
+        yield manager
+        manager.close()
+
+
+def printed_by(noisy, kind: str, step: int, capfd) -> tuple[list[str], str, list[float]]:
+    """(what the log has more after a response of this kind, the console, scores of it and the next)."""
+    before = len(noisy.log.read_text()) if noisy.log.exists() else 0
+    noisy._failures.clear()
+    scores, _, _ = noisy.submit(batch_of(["1", "2"], [kind, "calm"]), step).get()
+    out, err = capfd.readouterr()
+    assert not err and all(line.isprintable() for line in out.splitlines())
+    text = noisy.log.read_text()[before:] if noisy.log.exists() else ""
+    assert all(line.isprintable() for line in text.split("\n"))
+    return text.splitlines(), out, scores.sum(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "logged", "score"),
+    [
+        ("plain", ["to stdout", "to stderr", "kind 1", "kind 23"], 1),
+        ("without_newline", ["no end of line"], -1),
+        ("child", ["from a child", "its error"], 1),
+        ("secret", ["the key is *** and ***"], 1),
+    ],
+)
+def test_what_a_scorer_prints_is_in_the_log_and_its_first_lines_on_the_console(noisy, capfd, kind, logged, score):
+    lines, out, scores = printed_by(noisy, kind, 7, capfd)
+    assert lines == [f"step 7 noisy.score: {line}" for line in logged] and scores == [score, 2]
+    assert [f"scorer noisy.score: {line}" in out for line in logged] == [line != "kind 23" for line in logged]
+    if kind == "plain":
+        assert f"what scorers print is in {noisy.log}" in out and noisy.log.stat().st_mode & 0o777 == 0o600
+        lines, out, _ = printed_by(noisy, kind, 8, capfd)
+        assert len(lines) == 4 and not out
+
+
+@pytest.mark.parametrize("kind", ["gigabyte", "binary", "protocol", "close"])
+def test_no_print_reaches_another_score_or_the_terminal_as_it_is(noisy, capfd, kind):
+    lines, out, scores = printed_by(noisy, kind, 9, capfd)
+    assert scores == [1, 2] and len(out) < 4000
+    assert sum(map(len, lines)) < 70_000 and bool(lines) == (kind != "close")
+    if kind == "gigabyte":
+        assert lines[-1] == f"step 9 noisy.score: [{1000 * 2**20 - 2**16} more bytes in this call are left out]"
+    if kind == "binary":
+        assert "\ufffd[31mred\ufffd]0;title\ufffd\ufffd" in out and "\ufffd[31mred" in lines[-1]
+    if kind == "close":  # for this worker, which goes on
+        noisy.close()
+        noisy._start()
+
+
+def test_what_a_thread_prints_after_its_scorer_is_logged_as_of_this_scorer(noisy, capfd):
+    assert printed_by(noisy, "thread", 10, capfd) == ([], "", [1, 2])
+    (noisy.folder / "go").touch()
+    deadline = time.monotonic() + 60
+    while not (noisy.folder / "gone").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines, out, _ = printed_by(noisy, "calm", 11, capfd)
+    assert lines == ["step 10 noisy.score: from a thread"] and "scorer noisy.score: from a thread" in out
+
+
+def test_what_a_models_program_prints_is_in_no_log(noisy, capfd):
+    lines, out, scores = printed_by(noisy, "program", 12, capfd)
+    assert (lines, out, scores) == ([], "", [1, 2])
+
+
+def test_a_log_that_is_full_or_cannot_be_written_says_so_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(printed, "LARGEST_FILE", 100)
+    path = tmp_path / "scorers-0.log"
+    log = printed.PrintLog(path)
+    said = [log.write(1, "a.b", b"%d bytes or so in a line" % i, 0)[-1:] for i in range(5)]
+    assert said[1:] == [[], [f"reward: {path} is full (0 MiB): what scorers print from now on is dropped"], [], []]
+    assert path.read_text().count("\n") == 3
+    again = printed.PrintLog(path).write(1, "a.b", b"resumed", 0)  # of a run that goes on
+    assert "is full" in again[-1] and path.read_text().count("\n") == 3
+    (tmp_path / "file").touch()
+    unwritable = printed.PrintLog(tmp_path / "file" / "scorers-0.log").write(1, "a.b", b"x", 0)
+    assert unwritable[-1].startswith(f"reward: {tmp_path}/file/scorers-0.log cannot be written (")
+
+
+def test_the_console_shows_a_bounded_number_of_lines_of_each_scorer(tmp_path):
+    log = printed.PrintLog(tmp_path / "scorers-0.log")
+    text = "\n".join(chr(65 + i) * 1000 for i in range(30)).encode()
+    [_, *shown], others = log.write(1, "a.b", text, 0), log.write(1, "c.d", text[:1000], 5)
+    assert [len(line) for line in shown] == [len("scorer a.b: ") + 200] * 20 and not log.write(2, "a.b", text, 0)
+    assert len(others) == 2 and others[1] == "scorer c.d: [5 more bytes in this call are left out]"
 
 
 # ---- the pool and the trainer ----------------------------------------------------------------------
@@ -771,7 +954,7 @@ def test_a_scorer_that_always_fails_stops_the_run(manager_of, kind, shown):
 def verdict_on(world, scorer, answers):
     """What a rank says of its share of the responses. Without a pool, which the rank's fork would share."""
     manager, own = RewardManager(load_scorers([scorer], []), TOKENIZER, workers=0), answers[world.rank :: world.size]
-    manager._answers = lambda tasks: enumerate([answer] for answer in own)
+    manager._answers = lambda *_: ((i, [answer], 0.0) for i, answer in enumerate(own))
     try:
         manager.submit(batch_of(["1"] * len(own))).get()
     except InputError as error:
@@ -1074,6 +1257,34 @@ def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
             check_keywords(scorers, {"metod": "strict"})
 
 
+def test_keywords_may_be_of_one_scorer_alone(tmp_path, manager_of):
+    source = """
+def one(solution_str, a=0, **kwargs): return 10 * a
+def two(solution_str, a=0, b=0, **kwargs): return 10 * a + b
+def few(data_source, solution_str, ground_truth, extra_info=None, b=0): return b
+"""
+    kwargs = {"a": 1, "mine.two": {"a": 2, "b": 3}}
+    manager = manager_of(source, "one", "two", scorer_kwargs=kwargs, workers=0)
+    _, extras, _ = manager.submit(batch_of(["7"])).get()
+    assert (extras["mine.one"], extras["mine.two"]) == ([10], [23])
+    check_keywords(manager.scorers, kwargs)
+    gsm8k = load_scorers(["data_source"], [Rows("openai/gsm8k")], by_name := {"data_source": {"method": "flexible"}})
+    assert gsm8k[0].kwargs == {"method": "flexible"}
+    shadow = load_scorers([f"{tmp_path / 'mine.py'}:few"], [], by_name | {"mine.few": {"b": 1}})
+    assert shadow[0].kwargs == {"b": 1}
+    check_keywords([*gsm8k, *shadow], by_name | {"mine.few": {"b": 1}})
+    for wrong, message in (
+        ({"mine.three": {}}, "--reward-kwargs: no scorer is called mine.three; the scorers are mine.one, mine.two"),
+        ({"mine.one": {"b": 1}}, "--reward-kwargs mine.one: no scorer declares b; the scorers take a"),
+        ({"mine.one": 3}, '--reward-kwargs mine.one: give a JSON object, such as {"mine.one": {"coef": 1}}'),
+        ({"mine.few": {"c": 1}}, "it cannot be called as few(data_source=, solution_str=, ground_truth=, extra_info="),
+    ):
+        with pytest.raises(InputError) as caught:
+            names = ("few",) if "mine.few" in wrong else ("one", "two")
+            check_keywords(load_scorers([f"{tmp_path / 'mine.py'}:{name}" for name in names], [], wrong), wrong)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 # ---- arguments by name, groups ---------------------------------------------------------------------
 
 NAMED = """
@@ -1085,6 +1296,15 @@ def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens,
 def many(data_sources, solution_strs, ground_truths, extra_infos, num_tokens, finish_reason, prompt, images, step):
     seen = [f"{f} {p} {i} {step}" for f, p, i in zip(finish_reason, prompt, images)]
     return [{"score": n, "seen": text} for n, text in zip(num_tokens, seen)]
+
+def read(data_source, solution_str, ground_truth, extra_info=None, *, full_prompt):
+    return {"score": 1.0, "read": full_prompt}
+
+def read_many(data_sources, solution_strs, ground_truths, extra_infos, full_prompt):
+    return [{"score": 1.0, "read": text} for text in full_prompt]
+
+def read_group(data_source, solution_strs, ground_truth, extra_info, full_prompt):
+    return [{"score": 1.0, "read": full_prompt}] * len(solution_strs)
 
 def group(data_source, solution_strs, ground_truth, extra_info, num_tokens, finish_reason, prompt, images, step,
           response_length, max_response_length):
@@ -1136,6 +1356,41 @@ def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
     _, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
     assert extras["others"] == [0, 0, None, 0]  # and the user's own step is the one in effect
     assert manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()[0].sum(1).tolist() == [3, 3, 0, 3]
+
+
+def test_a_scorer_gets_the_prompt_as_the_model_read_it_and_only_if_it_asks(manager_of, one_rank):
+    """Also a shadow scorer. A prompt is decoded once for its group, and not at all for others' scorers."""
+    chat = [{"role": "user", "content": "1+1"}]
+    ids = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    batch = groups_of(["1", "2=2", None, "3"], "aabb")
+    batch.non_tensor_batch["raw_prompt_ids"] = np.array([ids, ids, ids[:-1], ids[:-1], None], dtype=object)[:-1]
+    decoded = []
+    manager = manager_of(NAMED, "read", "read_many", "read_group", workers=0)
+    shadow = manager_of(NAMED, "read_group", workers=0)
+    manager.tokenizer = shadow.tokenizer = Decoder(decoded)
+    extras, _ = Rewards(manager, shadow=shadow).submit(batch, 1).add_to(batch)
+    whole = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    cut = TOKENIZER.decode(ids[:-1])
+    assert whole != cut and whole.startswith(cut)
+    for name in ("read", "read_many", "read_group"):
+        assert extras[f"mine.{name}/read"] == [whole, whole, None, cut]
+    assert extras["shadow/mine.read_group"] == [1, 1, None, 1] and decoded == [ids, ids[:-1]] * 2
+    silent = manager_of(NAMED, "place", workers=0)
+    silent.tokenizer = Decoder(decoded)
+    silent.submit(batch).get()
+    assert len(decoded) == 4
+
+
+class Decoder:
+    def __init__(self, decoded: list):
+        self.decoded = decoded
+
+    def __getattr__(self, name):
+        return getattr(TOKENIZER, name)
+
+    def decode(self, ids, **kwargs):
+        self.decoded.append(ids)
+        return TOKENIZER.decode(ids, **kwargs)
 
 
 def split_group(world, scorer):
@@ -1233,7 +1488,8 @@ def test_a_shadow_scorer_is_logged_and_changes_no_reward(manager_of, one_rank, n
     shadowed, of_shadow, logged = rewarded(manager_of(SHADOWS, *names, failure_score=None))
     assert set(batch.batch.keys()) == set(shadowed.batch.keys())
     assert all(torch.equal(batch.batch[key], shadowed.batch[key]) for key in set(batch.batch.keys()))
-    assert {key: of_shadow[key] for key in extras} == extras and {key: logged[key] for key in metrics} == metrics
+    assert {key: of_shadow[key] for key in extras} == extras
+    assert {key: logged[key] for key in metrics if not key.startswith("perf/")} == untimed(metrics)
     expected = {"doubled": [7, 5, 3, None], "fails": [1, 4, None, None], "constant": [1, 1, 1, None]}
     assert {k: v for k, v in of_shadow.items() if k not in extras} == {f"shadow/mine.{k}": expected[k] for k in names}
     numbers = reduce_metrics(logged | extra_metrics(of_shadow))
@@ -1241,6 +1497,8 @@ def test_a_shadow_scorer_is_logged_and_changes_no_reward(manager_of, one_rank, n
     assert numbers["shadow/mine.fails/correlation"] == pytest.approx(1)
     assert numbers.get("shadow/mine.doubled/correlation") == (pytest.approx(-1) if len(names) > 1 else None)
     assert "shadow/mine.constant/correlation" not in numbers and numbers["reward/error_count"] == 0
+    timed = {f"perf/scorer_seconds/{name}" for name in ("mine.score", *(f"shadow/mine.{name}" for name in names))}
+    assert {key for key in numbers if key.startswith("perf/")} == {f"{n}/{of}" for n in timed for of in ("mean", "max")}
 
 
 def test_nothing_trains_on_a_shadow_scorer(manager_of, one_rank, capsys):

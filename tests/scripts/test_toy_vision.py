@@ -239,10 +239,18 @@ def test_vllm_sees_the_same_images(tmp_path, flags):
 
 
 def test_two_ranks_train_as_one(tmp_path, flags):
-    """Two updates of two micro-batches and more. 1e-3: as in test_scripts.py."""
+    """Two updates of two micro-batches and more. 1e-3: as in test_scripts.py. A scorer prints the prompt, in which an
+    image is one placeholder, to a log of each rank; the console shows the first rank's."""
+    (tmp_path / "read.py").write_text("def score(full_prompt, **_):\n    print(repr(full_prompt))\n    return 0\n")
     args = [*flags(), "--total-steps", "2", "--num-mini-batches", "2", "--no-export-model", "--save-rollouts", "all"]
+    args += ["--shadow-reward", f"{tmp_path / 'read.py'}:score"]
+    read = r"'<\|im_start\|>user\\n<image>(red|green|blue)<\|im_end\|>\\n<\|im_start\|>assistant\\n'"
     for ranks in (1, 2):
-        ran(fork("grpo", tmp_path, *args, "--run-name", str(ranks), ranks=ranks))
+        done = ran(fork("grpo", tmp_path, *args, "--run-name", str(ranks), ranks=ranks))
+        assert 1 <= len(re.findall(f"^scorer read.score: {read}$", done.stdout, re.M)) <= 3
+        for rank in range(ranks):
+            lines = (tmp_path / f"{ranks}/scorers-{rank}.log").read_text().splitlines()
+            assert lines and all(re.fullmatch(f"step [12] read.score: {read}", line) for line in lines)
     one, two = (of_steps(tmp_path / name) for name in ("1", "2"))
     assert len(one) == len(two) == 2
     for ours, theirs in zip(two, one):

@@ -31,7 +31,8 @@ def fails(data_source, solution_str, ground_truth, extra_info=None):
         raise ValueError("an empty response")
     return float(solution_str.split()[-1].strip("*") == ground_truth)
 
-def group(data_source, solution_strs, ground_truth, extra_info=None, *, num_tokens, prompt, images, step):
+def group(data_source, solution_strs, ground_truth, extra_info=None, *, num_tokens, prompt, full_prompt, images, step):
+    assert prompt[0]["content"] in full_prompt
     assert len(solution_strs) == len(num_tokens) and prompt[0]["role"] == "user" and images == [] and step == 0
     return [float(bool(text) and text.split()[-1].strip("*") == ground_truth) for text in solution_strs]
 """
