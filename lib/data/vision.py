@@ -125,8 +125,8 @@ class Vision:
         if not (self.mrope and inputs):
             return text.repeat(4, 1) if self.mrope else text
         row = torch.tensor([ids])
-        kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
-        rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)
+        kinds = media_kinds(self.config, row)
+        rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds, **inputs)
         rope = rope[:, 0].to(text.dtype)  # (3, L)
         # what follows a video begins after its largest position; transformers 5.19 leaves out the temporal (Qwen2.5-VL)
         for start in (kinds[0].diff().nonzero()[:, 0] + 1).tolist():
@@ -367,6 +367,16 @@ def media_of(prompts: DataProto) -> list[Media | None]:
             ids, positions = t["input_ids"][i][attended].tolist(), t["position_ids"][i][..., attended]
             rows[i] = Media(objects["multi_modal_data"][i], inputs, ids, positions, int(t["multi_modal_hash"][i]))
     return rows
+
+
+def media_kinds(config: PreTrainedConfig, ids: torch.Tensor) -> torch.Tensor:
+    """Of each of the tokens (..., L): 0 for text, 1 for a placeholder of an image, 2 for one of a video."""
+    image, video = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video"))
+    if (start := getattr(config, "video_start_token_id", None)) is None:
+        return (ids == image).long() + (0 if video is None else 2 * (ids == video))
+    # GLM-4V: frames of a video have the placeholders of images
+    in_video = (ids == start).cumsum(-1) > (ids == config.video_end_token_id).cumsum(-1)
+    return (ids == image) * (1 + in_video.long())
 
 
 def media_hash(inputs: dict[str, torch.Tensor]) -> int:
