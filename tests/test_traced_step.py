@@ -203,7 +203,9 @@ def test_a_pass_without_gradients_gives_the_whole_weights_back(world):
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-@pytest.mark.parametrize(("kind", "n", "tokens"), [(kind, 4, 100) for kind in MROPE] + [("idefics3", 25, 100), ("gemma3", 25, 100)])
+@pytest.mark.parametrize(
+    ("kind", "n", "tokens"), [(kind, 4, 100) for kind in MROPE] + [("idefics3", 25, 100), ("gemma3", 25, 100)]
+)
 def test_images_fill_a_prompt(kind, n, tokens):
     """Of 101 tokens. Those of MROPE have images of at most 27 tokens of 8 x 8 pixels, the others of 4 tokens."""
     with torch.device("meta"):

@@ -140,8 +140,11 @@ class Vision:
 
     @property
     def placeholders(self) -> list[str]:
-        """The tokens that stand for an image or a video."""
-        return list(filter(None, (getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video"))))
+        """The tokens that stand for an image or a video; with GLM-4V also that before which an image is no frame."""
+        names = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
+        if (start := getattr(self.config, "video_start_token_id", None)) is not None:
+            names.append(self.processor.tokenizer.convert_ids_to_tokens(start))
+        return list(filter(None, names))
 
     @property
     def takes_later_images(self) -> bool:

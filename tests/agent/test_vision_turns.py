@@ -37,6 +37,7 @@ PARTS = (
     "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}{%% for part in message['content'] %%}"
     "{{ '%s' if part['type'] == 'image' else part['text'] }}{%% endfor %%}{%% endif %%}"
 )
+START = "<global-img>"  # of a video of the tiny GLM-4V
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"x0": %d, "y0": %d, "x1": %d, "y1": %d}}\n</tool_call>'
 
 
@@ -77,11 +78,11 @@ def make_vision(kind: str, template: str = TEMPLATE, **limits) -> Vision:
         return Vision(processor, idefics3_config(processor), min_pixels=1, **limits)
     config = tiny_vision_config(kind)
     config.image_token_id = processor.image_token_id
-    marks = ("video_start_token_id", "video_end_token_id") if kind == "glm4v" else ("vision_start_token_id",)
-    marks = ("video_token_id", *marks)
-    for n, name in enumerate(marks, len(processor.tokenizer)):
-        setattr(config, name, n)
-    config.text_config.vocab_size, config.text_config.eos_token_id = len(processor.tokenizer) + len(marks), 3
+    config.video_token_id, config.vision_start_token_id = len(processor.tokenizer), len(processor.tokenizer) + 1
+    if kind == "glm4v":
+        config.video_start_token_id = processor.tokenizer.convert_tokens_to_ids(START)
+        config.video_end_token_id = config.video_token_id
+    config.text_config.vocab_size, config.text_config.eos_token_id = len(processor.tokenizer) + 2, 3
     return Vision(QwenProcessor(processor.tokenizer), config, min_pixels=1, **limits)
 
 
@@ -212,12 +213,10 @@ def test_more_images_than_max_images_are_answered_with_an_error():
     assert reduce_metrics(agent_metrics(out))["agent/tool_errors/too_many"] == 1
 
 
-@pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("glm4v", "<image>"), ("glm4v", "=")])
+@pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("glm4v", "<image>"), ("glm4v", START)])
 def test_no_image_after_a_sampled_placeholder(kind, token):
     """An engine would take the placeholder for the image's. Behind the start of a video, GLM-4V's images are frames."""
-    vision = make_vision(kind)
-    vision.config.video_start_token_id = vision.processor.tokenizer.convert_tokens_to_ids("=")
-    how = settings(vision)
+    how = settings(make_vision(kind))
     out, engine = play(how, [("?", [noise(1)])], [token + CALL % (0, 0, 12, 20) + END, "x" + END])
     assert "no image can be shown after" in out.non_tensor_batch["messages"][0][2]["content"]
     assert len(out.non_tensor_batch["multi_modal_data"][0]["image"]) == 1
@@ -226,12 +225,13 @@ def test_no_image_after_a_sampled_placeholder(kind, token):
     assert sampled.count(how.tokenizer.convert_tokens_to_ids(token)) == 1
 
 
-def test_a_sampled_placeholder_is_text_in_a_new_segment():
-    how = settings(make_vision("idefics3", FORGETS), {}, interaction=User, parse=lambda text: [])
-    out, engine = play(how, [("?", [noise(1)])], ["hm</think><image>" + END, "y" + END])
+@pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("glm4v", START)])
+def test_a_sampled_placeholder_is_text_in_a_new_segment(kind, token):
+    how = settings(make_vision(kind, FORGETS), {}, interaction=User, parse=lambda text: [])
+    out, engine = play(how, [("?", [noise(1)])], [f"hm</think>{token}" + END, "y" + END])
     assert out.non_tensor_batch["finish_reason"][0] == "stop" and len(out.non_tensor_batch["segments"][0]) == 2
     [media] = engine.media[0, 1]
-    assert len(media.data["image"]) == 1 and "< image>" in how.tokenizer.decode(media.ids)
+    assert len(media.data["image"]) == 1 and f"< {token[1:]}" in how.tokenizer.decode(media.ids)
 
 
 class Returns(BaseTool):

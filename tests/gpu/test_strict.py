@@ -240,9 +240,7 @@ def test_images(here, kind, tmp_path):
         waited = waits()
         results.append((log_probs.detach().cpu(), torch.tensor(metrics["actor/grad_norm"].total)))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-    in_backward = (
-        {"outside"} if kind in MROPE else set()
-    )  # where transformers has indexed by a mask, or a CPU's
+    in_backward = {"outside"} if kind in MROPE else set()  # where transformers has indexed by a mask, or a CPU's
     assert waited.keys() <= {ROWS, LARGEST, NORM, TOWER, MODEL} | in_backward and waited[ROWS] == 5
 
 
