@@ -169,6 +169,7 @@ def tiny_vision_config(kind: str, tied: bool = False) -> PreTrainedConfig:
     if kind == "glm4v":
         of_qwen |= {"depth": 2, "image_size": 16}
         rope |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+        text["attention_bias"] = True  # what vLLM reads; transformers always has the biases
         video = {"video_token_id": VIDEO, "video_start_token_id": GLM_BEGIN, "video_end_token_id": GLM_END}
         video |= {"image_start_token_id": BEGIN, "image_end_token_id": END}
         return Glm4vConfig(text_config=text | {"rope_parameters": rope}, vision_config=of_qwen, **both | video)

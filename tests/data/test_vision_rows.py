@@ -134,6 +134,16 @@ def mrope_processor(kind):
     return processor(of_images(**size, **half), tokenizer, of_videos(**size), chat_template=template)
 
 
+def with_ids_of(processor, config):
+    """The model's config, with the special tokens of its processor."""
+    for kind in ("image", "video"):
+        marks = [mark.format(kind) for mark in MARKS.get(config.model_type, QWEN_MARKS)]
+        start, end, token = processor.tokenizer.convert_tokens_to_ids(marks)
+        around = kind if config.model_type == "glm4v" else "vision"
+        config.update({f"{kind}_token_id": token, f"{around}_start_token_id": start, f"{around}_end_token_id": end})
+    return config
+
+
 def config_of(kind):
     if kind == "idefics3":
         return Idefics3Config(image_token_id=processor_of(kind).image_token_id)
@@ -775,10 +785,7 @@ def test_rows_with_images_and_a_video(tmp_path, kind):
     """Against the processor and the model's own positions."""
     pytest.importorskip("torchvision")
     processor = mrope_processor(kind)
-    config = config_of(kind)
-    config.image_token_id, config.video_token_id = processor.image_token_id, processor.video_token_id
-    if kind == "glm4v":
-        config.video_start_token_id, config.video_end_token_id = processor.video_start_id, processor.video_end_id
+    config = with_ids_of(processor, config_of(kind))
     frames = [picture(i, 16, 24) for i in range(5)]
     row = make_row("<image>a<video>b<image>", [base64_of(picture(1)), base64_of(picture(2, 16, 32))])
     row["videos"] = [{"frames": [base64_of(frame) for frame in frames], "fps": 4.0}]
