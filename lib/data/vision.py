@@ -128,7 +128,7 @@ class Vision:
         kinds = media_kinds(self.config, row)
         rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds, **inputs)
         rope = rope[:, 0].to(text.dtype)  # (3, L)
-        # what follows a video begins after its largest position; transformers 5.19 leaves out the temporal (Qwen2.5-VL)
+        # what follows a video begins after its largest position; in Qwen2(.5)-VL transformers 5.19 ignores the temporal
         for start in (kinds[0].diff().nonzero()[:, 0] + 1).tolist():
             rope[:, start:] += rope[:, :start].max() + 1 - rope[0, start]
         return torch.cat([text[None], rope])
@@ -374,12 +374,12 @@ def media_of(prompts: DataProto) -> list[Media | None]:
 
 def media_kinds(config: PreTrainedConfig, ids: torch.Tensor) -> torch.Tensor:
     """Of each of the tokens (..., L): 0 for text, 1 for a placeholder of an image, 2 for one of a video."""
-    image, video = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video"))
-    if (start := getattr(config, "video_start_token_id", None)) is None:
-        return (ids == image).long() + (0 if video is None else 2 * (ids == video))
-    # GLM-4V: frames of a video have the placeholders of images
-    in_video = (ids == start).cumsum(-1) > (ids == config.video_end_token_id).cumsum(-1)
-    return (ids == image) * (1 + in_video.long())
+    kinds = (ids == config.image_token_id).long()
+    if hasattr(config, "video_start_token_id"):  # GLM-4V: frames of a video have the placeholders of images
+        starts, ends = ((ids == getattr(config, f"video_{mark}_token_id")).cumsum(-1) for mark in ("start", "end"))
+        return kinds * (1 + (starts > ends).long())
+    video = getattr(config, "video_token_id", None)
+    return kinds if video is None else kinds + 2 * (ids == video)
 
 
 def media_hash(inputs: dict[str, torch.Tensor]) -> int:
