@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
@@ -33,6 +34,8 @@ from transformers import (
     AutoModel,
     AutoModelForImageTextToText,
     Gemma3Config,
+    Glm4vConfig,
+    Glm4vProcessor,
     Idefics3Config,
     LlavaConfig,
     PreTrainedConfig,
@@ -40,6 +43,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLConfig,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
@@ -141,8 +145,10 @@ def rollout_batch(prompt_lengths, response_lengths, seed: int = 0) -> DataProto:
 
 # ---- vision models -------------------------------------------------------------------------------
 
-VISION = ("qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3", "llava")
+MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")  # these take videos, too
+VISION = (*MROPE, "gemma3", "smolvlm", "idefics3", "llava")
 IMAGE, VIDEO, BEGIN, END = 100, 101, 102, 103  # ids of the placeholders, and of what stands around them
+GLM_BEGIN, GLM_END = 98, 99  # around a video of GLM-4V, whose placeholders are those of images
 
 
 def tiny_vision_config(kind: str, tied: bool = False) -> PreTrainedConfig:
@@ -156,6 +162,17 @@ def tiny_vision_config(kind: str, tied: bool = False) -> PreTrainedConfig:
     of_vit = tower | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
     both = {"tie_word_embeddings": tied, "image_token_id": IMAGE}
     video = {"video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    if kind == "qwen2_vl":
+        tower = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "depth": 2}
+        of_qwen = {name: of_qwen[name] for name in ("num_heads", "patch_size", "spatial_merge_size")} | tower
+        return Qwen2VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=of_qwen, **both | video)
+    if kind == "glm4v":
+        of_qwen |= {"depth": 2, "image_size": 16}
+        rope |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+        text["attention_bias"] = True  # what vLLM reads; transformers always has the biases
+        video = {"video_token_id": VIDEO, "video_start_token_id": GLM_BEGIN, "video_end_token_id": GLM_END}
+        video |= {"image_start_token_id": BEGIN, "image_end_token_id": END}
+        return Glm4vConfig(text_config=text | {"rope_parameters": rope}, vision_config=of_qwen, **both | video)
     if kind == "qwen2_5_vl":
         of_qwen |= {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}
         return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=of_qwen, **both | video)
@@ -190,9 +207,9 @@ def tiny_vision(kind: str, folder: Path | None = None, *, tied: bool = False, se
 
 def vision_inputs(kind: str, images: int, seed: int, videos: int = 0) -> tuple[dict, list[int], list[int]]:
     """(multi_modal_inputs, the tokens of each image, those of each piece of a video): noise, as a processor gives it.
-    Qwen's images have several sizes, its videos four frames."""
+    Those of MROPE have images of several sizes and videos of four frames."""
     g = torch.Generator().manual_seed(seed)
-    if kind.startswith("qwen"):
+    if kind in MROPE:
         inputs, tokens = {}, {}
         for name, pixels, t, n in (("image", "pixel_values", 1, images), ("video", "pixel_values_videos", 2, videos)):
             grids = torch.tensor([[t, 4, 4 + 4 * (i % 2)] for i in range(n)]).view(n, 3)
@@ -200,7 +217,7 @@ def vision_inputs(kind: str, images: int, seed: int, videos: int = 0) -> tuple[d
             if n:
                 inputs[pixels] = torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4, generator=g)
                 inputs[f"{name}_grid_thw"] = grids
-        pieces = 2 if kind == "qwen3_vl" else 1  # Qwen3-VL has text (the time) before each pair of frames
+        pieces = 2 if kind in ("qwen3_vl", "glm4v") else 1  # these have text (the time) at each pair of frames
         return inputs, tokens["image"].tolist(), (tokens["video"] // pieces).repeat_interleave(pieces).tolist()
     inputs = {"pixel_values": torch.randn(images, 3, 16, 16, generator=g)} if images else {}
     if images and kind in ("smolvlm", "idefics3"):
@@ -220,7 +237,7 @@ class VisionRow(NamedTuple):
 
 # one image for three responses, the same ids with another image for two, several images, none
 VISION_ROWS = (VisionRow(1, 1, 3), VisionRow(1, 2, 2), VisionRow(2, 4), VisionRow(0, 0, 2))
-VIDEO_ROWS = (VisionRow(0, 5, videos=1), VisionRow(1, 6, videos=2))  # for Qwen
+VIDEO_ROWS = (VisionRow(0, 5, videos=1), VisionRow(1, 6, videos=2))  # for MROPE
 
 
 @cache
@@ -232,15 +249,21 @@ def _without_layers(kind: str) -> PreTrainedModel:
         return AutoModel.from_config(config)
 
 
+def vision_types(kind: str, ids: list[int]) -> torch.Tensor:
+    """(1, L): 0 for text, 1 for images, 2 for videos."""
+    if kind == "glm4v":
+        names = SimpleNamespace(image_token_id=IMAGE, video_start_id=GLM_BEGIN, video_end_id=GLM_END)
+        return torch.tensor(Glm4vProcessor.create_mm_token_type_ids(names, [ids]), dtype=torch.int)
+    return torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in ids]], dtype=torch.int)
+
+
 def vision_positions(kind: str, ids: list[int], inputs: dict) -> torch.Tensor:
-    """(L,), or for Qwen (4, L), by the model's own get_rope_index."""
-    text = torch.arange(len(ids))
-    if not kind.startswith("qwen"):
+    """(L,), or with MROPE (4, L), by the model's own get_rope_index."""
+    text, types = torch.arange(len(ids)), vision_types(kind, ids)
+    if kind not in MROPE:
         return text
-    x = torch.tensor([ids])
     grids = {name: inputs[name] for name in ("image_grid_thw", "video_grid_thw") if name in inputs}
-    types = (x == IMAGE).int() + 2 * (x == VIDEO).int()
-    rope = _without_layers(kind).get_rope_index(x, mm_token_type_ids=types, **grids)[0]  # (3, 1, L)
+    rope = _without_layers(kind).get_rope_index(torch.tensor([ids]), mm_token_type_ids=types, **grids)[0]  # (3, 1, L)
     return torch.cat([text[None], rope[:, 0]])
 
 
@@ -257,14 +280,15 @@ def vision_batch(kind: str, rows: tuple[VisionRow, ...] = VISION_ROWS) -> DataPr
         ids = list(before)
         for n in of_images:
             ids += [BEGIN, *[IMAGE] * n, END]
-        for n in of_videos:
-            ids += [BEGIN, *[VIDEO] * n, END]
+        marks = ([GLM_BEGIN], [GLM_END]) if of_videos and kind == "glm4v" else ([], [])
+        pieces = [[BEGIN, *[IMAGE if any(marks) else VIDEO] * n, END] for n in of_videos]
+        ids += sum(pieces, marks[0]) + marks[1]
         for copy in range(row.copies):
             prompts.append((ids + after, inputs))
             responses.append(text(2 + len(responses) % 4) + ([IMAGE, 7] if copy == 1 else []))
     P, T, B = max(len(ids) for ids, _ in prompts), max(map(len, responses)), len(prompts)
     ids, mask = torch.zeros(B, P + T, dtype=torch.long), torch.zeros(B, P + T, dtype=torch.long)
-    positions = torch.zeros(B, 4 if kind.startswith("qwen") else 1, P + T, dtype=torch.long)
+    positions = torch.zeros(B, 4 if kind in MROPE else 1, P + T, dtype=torch.long)
     for i, ((prompt, inputs), response) in enumerate(zip(prompts, responses)):
         a, b = P - len(prompt), P + len(response)
         ids[i, a:b], mask[i, a:b] = torch.tensor(prompt + response), 1
@@ -275,7 +299,7 @@ def vision_batch(kind: str, rows: tuple[VisionRow, ...] = VISION_ROWS) -> DataPr
         "responses": ids[:, P:],
         "input_ids": ids,
         "attention_mask": mask,
-        "position_ids": positions if kind.startswith("qwen") else positions[:, 0],
+        "position_ids": positions if kind in MROPE else positions[:, 0],
         "response_mask": mask[:, P:].clone(),
         "multi_modal_hash": torch.tensor([media_hash(inputs) for _, inputs in prompts]),
     }

@@ -18,7 +18,7 @@ from lib.distributed import current_stage
 from lib.model.trace import Trace
 from lib.model.vision import images_that_fill
 from lib.traced_step import check_traceable, rows_of_trace
-from tests.common import FORKSERVER, ROOT, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, with_slow
+from tests.common import FORKSERVER, MROPE, ROOT, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, with_slow
 from tests.gpu import strict
 from tests.gpu.test_strict import COUNTS, MINI_BATCH, NORM
 
@@ -203,15 +203,17 @@ def test_a_pass_without_gradients_gives_the_whole_weights_back(world):
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-@pytest.mark.parametrize(("kind", "n", "tokens"), [("qwen2_5_vl", 4, 100), ("idefics3", 25, 100), ("gemma3", 25, 100)])
+@pytest.mark.parametrize(
+    ("kind", "n", "tokens"), [(kind, 4, 100) for kind in MROPE] + [("idefics3", 25, 100), ("gemma3", 25, 100)]
+)
 def test_images_fill_a_prompt(kind, n, tokens):
-    """Of 101 tokens. Qwen's images have at most 27 tokens of 8 x 8 pixels, the others' 4."""
+    """Of 101 tokens. Those of MROPE have images of at most 27 tokens of 8 x 8 pixels, the others of 4 tokens."""
     with torch.device("meta"):
         model = tiny_vision(kind)
     inputs, count = images_that_fill(model, 101, 27 * 64)
-    images = inputs["image_grid_thw"] if kind.startswith("qwen") else inputs["pixel_values"].flatten(0, -4)
+    images = inputs["image_grid_thw"] if kind in MROPE else inputs["pixel_values"].flatten(0, -4)
     assert (len(images), count) == (n, tokens)
-    if kind.startswith("qwen"):
+    if kind in MROPE:
         assert images.prod(1).sum() == len(inputs["pixel_values"]) and images.prod(1).max() * 16 <= 27 * 64
 
 

@@ -207,7 +207,8 @@ class Episode:
         of images that the turn's earlier calls returned."""
         request, vision = self.request, self.settings.vision
         images, result.images = result.images, []
-        placeholders = {vision.config.image_token_id, getattr(vision.config, "video_token_id", None)}
+        names = ("image_token_id", "video_token_id", "video_start_token_id")  # GLM-4V: a start makes images to frames
+        placeholders = {getattr(vision.config, name, None) for name in names}
         sampled = {token for token, mine in zip(request.context, request.sampled) if mine}
         if len(request.data.get("image", ())) + before + len(images) > vision.max_images:
             result.text, result.error_kind = f"Error: only {vision.max_images} images may be shown", "too_many"

@@ -125,10 +125,10 @@ class Vision:
         if not (self.mrope and inputs):
             return text.repeat(4, 1) if self.mrope else text
         row = torch.tensor([ids])
-        kinds = (row == self.config.image_token_id) + 2 * (row == self.config.video_token_id)
-        rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds.int(), **inputs)
+        kinds = media_kinds(self.config, row)
+        rope, _ = self._without_layers.get_rope_index(row, mm_token_type_ids=kinds, **inputs)
         rope = rope[:, 0].to(text.dtype)  # (3, L)
-        # what follows a video begins after its largest position; transformers 5.19 leaves out the temporal (Qwen2.5-VL)
+        # what follows a video begins after its largest position; in Qwen2(.5)-VL transformers 5.19 ignores the temporal
         for start in (kinds[0].diff().nonzero()[:, 0] + 1).tolist():
             rope[:, start:] += rope[:, :start].max() + 1 - rope[0, start]
         return torch.cat([text[None], rope])
@@ -140,8 +140,11 @@ class Vision:
 
     @property
     def placeholders(self) -> list[str]:
-        """The tokens that stand for an image or a video."""
-        return list(filter(None, (getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video"))))
+        """The tokens that stand for an image or a video; with GLM-4V also that before which an image is no frame."""
+        names = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
+        if (start := getattr(self.config, "video_start_token_id", None)) is not None:
+            names.append(self.processor.tokenizer.convert_ids_to_tokens(start))
+        return list(filter(None, names))
 
     @property
     def takes_later_images(self) -> bool:
@@ -367,6 +370,16 @@ def media_of(prompts: DataProto) -> list[Media | None]:
             ids, positions = t["input_ids"][i][attended].tolist(), t["position_ids"][i][..., attended]
             rows[i] = Media(objects["multi_modal_data"][i], inputs, ids, positions, int(t["multi_modal_hash"][i]))
     return rows
+
+
+def media_kinds(config: PreTrainedConfig, ids: torch.Tensor) -> torch.Tensor:
+    """Of each of the tokens (..., L): 0 for text, 1 for a placeholder of an image, 2 for one of a video."""
+    kinds = (ids == config.image_token_id).long()
+    if hasattr(config, "video_start_token_id"):  # GLM-4V: frames of a video have the placeholders of images
+        starts, ends = ((ids == getattr(config, f"video_{mark}_token_id")).cumsum(-1) for mark in ("start", "end"))
+        return kinds * (1 + (starts > ends).long())
+    video = getattr(config, "video_token_id", None)
+    return kinds if video is None else kinds + 2 * (ids == video)
 
 
 def media_hash(inputs: dict[str, torch.Tensor]) -> int:

@@ -31,7 +31,7 @@ from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
 from lib.model.routing import ROUTERS, hook_routers
 from lib.model.values import token_values, value_head
-from lib.model.vision import family_of, prompt_logits, value_class, vision_names
+from lib.model.vision import family_of, prompt_logits, tower_layers, value_class, vision_names
 
 COMPILER = "inductor"  # of torch.compile; tests take one that is sooner done
 
@@ -298,9 +298,9 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 def fsdp_layer_classes(model: PreTrainedModel) -> set[str]:
     """The classes whose modules are groups of their own. A vision model's _no_split_modules has odd parts of towers."""
-    if (family := family_of(model.config)) is None:
+    if family_of(model.config) is None:
         return set(model._no_split_modules)
-    return {type(layer).__name__ for layer in decoder_layers(model)}.union(family.blocks)
+    return {type(layer).__name__ for layer in (*decoder_layers(model), *tower_layers(model))}
 
 
 def compile_layers(model: PreTrainedModel) -> None:

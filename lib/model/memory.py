@@ -56,7 +56,7 @@ from lib.model import load, log_probs
 from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
 from lib.model.trace import replaced
 from lib.model.values import token_values
-from lib.model.vision import cache_keyword, family_of, patches_per_feature, vision_names
+from lib.model.vision import cache_keyword, family_of, patches_per_feature, tower_layers, vision_names
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device
@@ -479,9 +479,9 @@ class TowerCosts(NamedTuple):
         if family is None:
             return cls(0, 0)
         patches, size = tokens * patches_per_feature(model.config), model.dtype.itemsize
-        blocks = [module for module in model.modules() if type(module).__name__ in family.blocks]
+        blocks = tower_layers(model)
         of_block, peak = _block_costs(model, blocks[0], patches)
-        checkpoint = size * patches * model.config.vision_config.hidden_size
+        checkpoint = size * patches * _width(blocks[0])
         kept = len(blocks) * (checkpoint if gradient_checkpointing else of_block)
         projectors = [model.get_submodule(path) for path in family.projector]
         layers = [layer for projector in projectors for layer in projector.modules()]
@@ -492,19 +492,24 @@ class TowerCosts(NamedTuple):
         return cls(kept if trains else 0, peak if gradient_checkpointing else peak - of_block)
 
 
+def _width(block: torch.nn.Module) -> int:
+    """Of what a block of a tower takes. In Qwen2-VL's config, hidden_size is the decoder's."""
+    return next(block.parameters()).shape[-1]
+
+
 @lru_cache(16)
 def _block_costs(model: PreTrainedModel, block: torch.nn.Module, patches: int) -> tuple[int, int]:
     """Bytes of a block of the tower: (what autograd keeps, the peak until the end of the backward pass)."""
-    config, takes = model.config.vision_config, inspect.signature(block.forward).parameters
+    width, takes = _width(block), inspect.signature(block.forward).parameters
     with torch.device("meta"), kernels_of_a_gpu(), LiveBytes(model) as live:
-        if "cu_seqlens" in takes:  # Qwen: the images in one row
-            heads = torch.empty(patches, config.hidden_size // config.num_heads)
+        if "cu_seqlens" in takes:  # Qwen, GLM: the images in one row
+            heads = torch.empty(patches, width // model.config.vision_config.num_heads)
             one_image = torch.tensor([0, patches], dtype=torch.int32, device="cpu")
             given: dict[str, Any] = {"cu_seqlens": one_image, "position_embeddings": (heads, heads)}
-            x = torch.empty(patches, config.hidden_size, dtype=model.dtype, requires_grad=True)
+            x = torch.empty(patches, width, dtype=model.dtype, requires_grad=True)
         else:
             given = {"attention_mask": None}
-            x = torch.empty(1, patches, config.hidden_size, dtype=model.dtype, requires_grad=True)
+            x = torch.empty(1, patches, width, dtype=model.dtype, requires_grad=True)
         before = live.now
         out = block(x, **given)
         kept = live.now - before

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import register_dataclass, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lib import InputError
+from lib.data.vision import media_kinds
 
 
 # ---- families ------------------------------------------------------------------------------------
@@ -23,20 +25,22 @@ class Family(NamedTuple):
     tower: str  # path of the module that encodes images
     projector: tuple[str, ...]
     """paths of what makes its outputs as wide as the decoder's embeddings; perhaps within the tower"""
-    blocks: tuple[str, ...]  # classes of the tower's layers
     join: int = 0  # the dimension along which images lie in the processor's tensors
     bidirectional: bool = False  # the tokens of an image see each other in the decoder
 
 
 PROJECTOR = ("model.multi_modal_projector",)
-QWEN3_MERGERS = ("model.visual.merger", "model.visual.deepstack_merger_list")
+QWEN = Family("model.visual", ("model.visual.merger",))
+IDEFICS = Family("model.vision_model", ("model.connector",), join=1)
 FAMILIES = {  # by model_type
-    "qwen2_5_vl": Family("model.visual", ("model.visual.merger",), ("Qwen2_5_VLVisionBlock",)),
-    "qwen3_vl": Family("model.visual", QWEN3_MERGERS, ("Qwen3VLVisionBlock",)),
-    "gemma3": Family("model.vision_tower", PROJECTOR, ("SiglipEncoderLayer",), bidirectional=True),
-    "smolvlm": Family("model.vision_model", ("model.connector",), ("SmolVLMEncoderLayer",), join=1),
-    "idefics3": Family("model.vision_model", ("model.connector",), ("Idefics3EncoderLayer",), join=1),
-    "llava": Family("model.vision_tower", PROJECTOR, ("CLIPEncoderLayer", "SiglipEncoderLayer")),
+    "qwen2_vl": QWEN,
+    "qwen2_5_vl": QWEN,
+    "qwen3_vl": Family("model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list")),
+    "glm4v": Family("model.visual", ("model.visual.downsample", "model.visual.merger")),
+    "gemma3": Family("model.vision_tower", PROJECTOR, bidirectional=True),
+    "smolvlm": IDEFICS,
+    "idefics3": IDEFICS,
+    "llava": Family("model.vision_tower", PROJECTOR),
 }
 
 
@@ -57,6 +61,13 @@ def vision_names(model: PreTrainedModel, part: str) -> list[str]:
     projector = [name for name in names if name.startswith(tuple(f"{path}." for path in family.projector))]
     tower = [name for name in names if name.startswith(f"{family.tower}.") and name not in projector]
     return {"tower": tower, "projector": projector, "vision": tower + projector}[part]
+
+
+def tower_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """[] for a text model."""
+    family = family_of(model.config)
+    modules = [] if family is None else model.get_submodule(family.tower).modules()
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
 def patches_per_feature(config: PreTrainedConfig) -> int:
@@ -102,9 +113,9 @@ def images_of(
     if family is None:
         raise InputError(f"model type {model.config.model_type} supports no images; supported: {', '.join(FAMILIES)}")
     images = Images({}, {}, {}, torch.full(tuple(shape), -1) if family.bidirectional else None)
+    kinds = media_kinds(model.config, ids.masked_fill(F.pad(trained, (ids.shape[1] - trained.shape[1], 0)), -1))
     for kind, own in _kinds(model).items():
-        is_place = ids == own.token_id
-        is_place[:, ids.shape[1] - trained.shape[1] :] &= ~trained
+        is_place = kinds == own.number
         seen = is_place & attended
         needed = seen.any(1).nonzero()[:, 0]
         at = seen.flatten().nonzero()[:, 0]
@@ -114,7 +125,7 @@ def images_of(
         without = any(own.inputs[0] in row and n == 0 for row, n in zip(rows, counts.tolist()))
         if without or not all(inputs):
             has, lacks = (f"{kind}s", "placeholders") if without else ("placeholders", f"{kind}s")
-            token = f"{model.config.model_type}'s placeholder is token {own.token_id}"
+            token = f"{model.config.model_type}'s placeholder is token {getattr(model.config, f'{kind}_token_id')}"
             raise InputError(f"a prompt has {has} and no {lacks}: {token}")
         if not inputs and kind not in run_tower:
             continue
@@ -154,7 +165,7 @@ def images_of_prompts(
 class _Kind(NamedTuple):
     """Images, or videos, of a model."""
 
-    token_id: int
+    number: int  # of media_kinds
     inputs: tuple[str, ...]  # what get_image_features or get_video_features takes; a processor may give more
 
 
@@ -165,8 +176,7 @@ def _inputs_of(features: Any) -> tuple[str, ...]:
 
 def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
     of_kind = {kind: getattr(type(model.base_model), f"get_{kind}_features", None) for kind in ("image", "video")}
-    token_id = {kind: getattr(model.config, f"{kind}_token_id", None) for kind in of_kind}
-    return {kind: _Kind(token_id[kind], _inputs_of(features)) for kind, features in of_kind.items() if features}
+    return {kind: _Kind(n, _inputs_of(of)) for n, (kind, of) in enumerate(of_kind.items(), 1) if of}
 
 
 def _without_first(model, inputs: dict, kind: _Kind, dim: int, tokens: int, unseen: int) -> tuple[dict, int]:

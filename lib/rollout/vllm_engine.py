@@ -427,7 +427,10 @@ def _groups_of_one() -> Iterator[None]:
 
 def _prompt(ids, media: Media | None) -> dict:
     """By the names of vLLM's TokensPrompt."""
-    return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": media.data} if media else {})
+    data = dict(media.data) if media else {}
+    if "video" in data:
+        data["video"] = [(frames, of | {"do_sample_frames": False}) for frames, of in data["video"]]
+    return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": data} if data else {})
 
 
 def _checked(output, media: Media | None):

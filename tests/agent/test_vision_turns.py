@@ -37,6 +37,7 @@ PARTS = (
     "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}{%% for part in message['content'] %%}"
     "{{ '%s' if part['type'] == 'image' else part['text'] }}{%% endfor %%}{%% endif %%}"
 )
+START = "<global-img>"  # of a video of the tiny GLM-4V
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"x0": %d, "y0": %d, "x1": %d, "y1": %d}}\n</tool_call>'
 
 
@@ -78,6 +79,9 @@ def make_vision(kind: str, template: str = TEMPLATE, **limits) -> Vision:
     config = tiny_vision_config(kind)
     config.image_token_id = processor.image_token_id
     config.video_token_id, config.vision_start_token_id = len(processor.tokenizer), len(processor.tokenizer) + 1
+    if kind == "glm4v":
+        config.video_start_token_id = processor.tokenizer.convert_tokens_to_ids(START)
+        config.video_end_token_id = config.video_token_id
     config.text_config.vocab_size, config.text_config.eos_token_id = len(processor.tokenizer) + 2, 3
     return Vision(QwenProcessor(processor.tokenizer), config, min_pixels=1, **limits)
 
@@ -135,7 +139,7 @@ def play(how: MultiTurn, rows, *turns, T=900):
 # ---- tokens, positions, inputs -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "qwen2_5_vl", "glm4v"])
 def test_a_row_is_the_whole_conversation_encoded_at_once(kind):
     how, first = settings(make_vision(kind)), noise(1, 24, 32)
     turns = [CALL % (0, 0, 12, 20) + END, CALL % (2, 3, 12, 8) + "\n" + CALL % (0, 0, 8, 8) + END, "=1" + END]
@@ -209,23 +213,25 @@ def test_more_images_than_max_images_are_answered_with_an_error():
     assert reduce_metrics(agent_metrics(out))["agent/tool_errors/too_many"] == 1
 
 
-def test_no_image_after_a_sampled_placeholder():
-    """An engine would take the placeholder for the image's."""
-    how = settings(make_vision("idefics3"))
-    out, engine = play(how, [("?", [noise(1)])], ["<image>" + CALL % (0, 0, 12, 20) + END, "x" + END])
+@pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("glm4v", "<image>"), ("glm4v", START)])
+def test_no_image_after_a_sampled_placeholder(kind, token):
+    """An engine would take the placeholder for the image's. Behind the start of a video, GLM-4V's images are frames."""
+    how = settings(make_vision(kind))
+    out, engine = play(how, [("?", [noise(1)])], [token + CALL % (0, 0, 12, 20) + END, "x" + END])
     assert "no image can be shown after" in out.non_tensor_batch["messages"][0][2]["content"]
     assert len(out.non_tensor_batch["multi_modal_data"][0]["image"]) == 1
     [media] = engine.media[0, 1]
     sampled = [token for token, mine in zip(media.ids, media.sampled) if mine]
-    assert sampled.count(how.vision.config.image_token_id) == 1
+    assert sampled.count(how.tokenizer.convert_tokens_to_ids(token)) == 1
 
 
-def test_a_sampled_placeholder_is_text_in_a_new_segment():
-    how = settings(make_vision("idefics3", FORGETS), {}, interaction=User, parse=lambda text: [])
-    out, engine = play(how, [("?", [noise(1)])], ["hm</think><image>" + END, "y" + END])
+@pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("glm4v", START)])
+def test_a_sampled_placeholder_is_text_in_a_new_segment(kind, token):
+    how = settings(make_vision(kind, FORGETS), {}, interaction=User, parse=lambda text: [])
+    out, engine = play(how, [("?", [noise(1)])], [f"hm</think>{token}" + END, "y" + END])
     assert out.non_tensor_batch["finish_reason"][0] == "stop" and len(out.non_tensor_batch["segments"][0]) == 2
     [media] = engine.media[0, 1]
-    assert len(media.data["image"]) == 1 and "< image>" in how.tokenizer.decode(media.ids)
+    assert len(media.data["image"]) == 1 and f"< {token[1:]}" in how.tokenizer.decode(media.ids)
 
 
 class Returns(BaseTool):
@@ -324,10 +330,10 @@ def check_log_probs(model, out: DataProto):
             assert difference.abs().max() < TOLERANCE, how
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen3_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["idefics3", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "glm4v"])
 def hf(request, world, tmp_path_factory):
     vision, folder = make_vision(request.param), tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
+    torch.manual_seed(1 if request.param == "glm4v" else 0)  # so that it looks at different places
     model = AutoModelForImageTextToText.from_config(vision.config, attn_implementation="sdpa")
     for p in model.parameters():
         p.data.add_(0.1 * torch.randn_like(p))

@@ -22,10 +22,12 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     Gemma3Config,
+    Glm4vConfig,
     Idefics3Config,
     LlavaConfig,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen3VLConfig,
 )
 
@@ -37,6 +39,7 @@ from lib.data import vision as vision_rows
 from lib.data.vision import Vision, media_hash, media_of, text_positions, to_png
 from lib.data_proto import DataProto
 from lib.setup import load_vision
+from tests.common import GLM_BEGIN, GLM_END, MROPE, vision_types
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -45,8 +48,9 @@ TEMPLATE = (
 )
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 128, "pad_token_id": 0}
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 QWEN = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
+GLM = {"image_token_id": 100, "video_token_id": 101, "video_start_token_id": GLM_BEGIN, "video_end_token_id": GLM_END}
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
 TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
 KEYS = st.sampled_from(["bytes", "path", "image", "video", "frames", "fps", "type", "text"])
@@ -100,25 +104,44 @@ def processor_of(kind):
     )
 
 
-def qwen_processor(kind):
+MARKS = {"glm4v": ["<|begin_of_{}|>", "<|end_of_{}|>", "<|{}|>"]}  # around an image or a video, and its placeholder
+QWEN_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|{}_pad|>"]
+
+
+def mrope_processor(kind):
     """Its image and video processors need torchvision."""
-    from transformers import Qwen2_5_VLProcessor, Qwen3VLProcessor
+    from transformers import Glm4vProcessor, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+    from transformers.models.glm4v.image_processing_glm4v import Glm4vImageProcessor
+    from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     size = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     size |= {"size": {"shortest_edge": 64, "longest_edge": 4096}}
-    words = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    template = TEMPLATE
+    template, words = TEMPLATE, []
     for name in ("image", "video"):
-        template = template.replace(f"<{name}>", f"<|vision_start|><|{name}_pad|><|vision_end|>")
-    tokenizer = toy.make_tokenizer([*toy.ROLES, *words], template)
-    of_videos = Qwen2VLVideoProcessor if kind == "qwen2_5_vl" else Qwen3VLVideoProcessor
-    processor = Qwen2_5_VLProcessor if kind == "qwen2_5_vl" else Qwen3VLProcessor
+        start, end, token = (mark.format(name) for mark in MARKS.get(kind, QWEN_MARKS))
+        template, words = template.replace(f"<{name}>", start + token + end), [*words, start, end, token]
+    tokenizer = toy.make_tokenizer([*toy.ROLES, *dict.fromkeys(words)], template)
+    processor, of_images, of_videos = {
+        "qwen2_vl": (Qwen2VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor),
+        "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor),
+        "qwen3_vl": (Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor),
+        "glm4v": (Glm4vProcessor, Glm4vImageProcessor, Glm4vVideoProcessor),
+    }[kind]
     half = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if kind == "qwen3_vl" else {}  # as the published one has
-    of_images = Qwen2VLImageProcessor(**size, **half)
-    return processor(of_images, tokenizer, of_videos(**size), chat_template=template)
+    return processor(of_images(**size, **half), tokenizer, of_videos(**size), chat_template=template)
+
+
+def with_ids_of(processor, config):
+    """The model's config, with the special tokens of its processor."""
+    for kind in ("image", "video"):
+        marks = [mark.format(kind) for mark in MARKS.get(config.model_type, QWEN_MARKS)]
+        start, end, token = processor.tokenizer.convert_tokens_to_ids(marks)
+        around = kind if config.model_type == "glm4v" else "vision"
+        config.update({f"{kind}_token_id": token, f"{around}_start_token_id": start, f"{around}_end_token_id": end})
+    return config
 
 
 def config_of(kind):
@@ -128,9 +151,15 @@ def config_of(kind):
         return LlavaConfig(image_token_id=processor_of(kind).image_token_id)
     if kind == "gemma3":
         return Gemma3Config(image_token_id=processor_of(kind).tokenizer.image_token_id)
+    if kind == "qwen2_vl":
+        tower = {"embed_dim": 32, "hidden_size": 32, "depth": 1, "num_heads": 2, "patch_size": 4}
+        return Qwen2VLConfig(text_config=TEXT | {"rope_parameters": ROPE}, vision_config=tower, **QWEN)
+    if kind == "glm4v":
+        text = TEXT | {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
+        return Glm4vConfig(text_config=text, vision_config=TOWER | {"image_size": 16}, **GLM)
     if kind == "qwen2_5_vl":
-        return Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": MROPE}, vision_config=TOWER, **QWEN)
-    rope = MROPE | {"mrope_interleaved": True}
+        return Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": ROPE}, vision_config=TOWER, **QWEN)
+    rope = ROPE | {"mrope_interleaved": True}
     tower = TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     return Qwen3VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=tower, **QWEN)
 
@@ -547,16 +576,17 @@ def rope_model(kind):
 
 
 def grid_prompt(kind):
-    """(ids, inputs) with an image of 2 x 3 merged patches, then a video of two steps; Qwen3-VL wraps each step."""
-    start, end = 102, 103
-    steps = [101] * 4 + ([end, 7, 8, start] if kind == "qwen3_vl" else []) + [101] * 4
-    ids = [5, 6, start, *[100] * 6, end, 9, start, *steps, end, 10, 11]
+    """(ids, inputs) with an image of 2 x 3 merged patches, then a video of two steps. Qwen3-VL and GLM-4V wrap each
+    step, GLM-4V also the video."""
+    start, end, video = 102, 103, 100 if kind == "glm4v" else 101
+    steps = [start] + [video] * 4 + ([end, 7, 8, start] if kind in ("qwen3_vl", "glm4v") else []) + [video] * 4 + [end]
+    ids = [5, 6, start, *[100] * 6, end, 9, *([GLM_BEGIN, *steps, GLM_END] if kind == "glm4v" else steps), 10, 11]
     inputs = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "video_grid_thw": torch.tensor([[2, 4, 4]])}
     inputs |= {"pixel_values": torch.zeros(24, 96), "pixel_values_videos": torch.zeros(32, 96)}
     return ids, inputs | ({"second_per_grid_ts": torch.tensor([1.0])} if kind == "qwen2_5_vl" else {})
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", MROPE)
 def test_mrope_positions_are_those_of_the_models_whole_forward(kind):
     model, (ids, inputs) = rope_model(kind), grid_prompt(kind)
     row = torch.tensor([ids])
@@ -566,9 +596,14 @@ def test_mrope_positions_are_those_of_the_models_whole_forward(kind):
         seen["positions"] = kwargs["position_ids"]
 
     model.language_model.register_forward_pre_hook(keep, with_kwargs=True)
-    kinds = (row == 100).int() + 2 * (row == 101).int()
+    kinds = vision_types(kind, ids)
     with torch.no_grad():
-        model(input_ids=row, mm_token_type_ids=kinds, attention_mask=torch.ones_like(row), **inputs)
+        if kind == "glm4v":  # its forward takes no row with an image and a video
+            seen["positions"] = model.compute_3d_position_ids(
+                row, None, mm_token_type_ids=kinds, **{name: x for name, x in inputs.items() if name.endswith("_thw")}
+            )
+        else:
+            model(input_ids=row, mm_token_type_ids=kinds, attention_mask=torch.ones_like(row), **inputs)
     positions = vision_of(kind).positions(ids, inputs)
     assert positions.dtype == torch.int64 and positions.shape == (4, len(ids))
     assert positions[0].tolist() == list(range(len(ids)))
@@ -576,12 +611,12 @@ def test_mrope_positions_are_those_of_the_models_whole_forward(kind):
     assert torch.equal(positions[1:, :end], seen["positions"][-3:, 0, :end])
     after = positions[1:, :end].max() + 1 + torch.arange(3)
     assert positions[1:, end:].tolist() == [after.tolist()] * 3
-    if kind == "qwen3_vl":  # transformers' Qwen2.5-VL forgets a video's temporal positions here
+    if kind in ("qwen3_vl", "glm4v"):  # transformers' Qwen2-VL and Qwen2.5-VL forget a video's temporal positions here
         assert torch.equal(positions[1:], seen["positions"][-3:, 0])
     assert positions[1:].max() < len(ids) - 1  # an image takes fewer positions than tokens
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", MROPE)
 def test_text_has_four_times_the_same_positions_under_mrope(kind):
     vision = vision_of(kind)
     assert vision.positions([5, 6, 7], {}).tolist() == [[0, 1, 2]] * 4
@@ -764,13 +799,12 @@ def test_a_broken_video_is_named(tmp_path, monkeypatch):
         vision.media([], ["a.avi"], "a row", tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_rows_of_qwen_with_images_and_a_video(tmp_path, kind):
+@pytest.mark.parametrize("kind", MROPE)
+def test_rows_with_images_and_a_video(tmp_path, kind):
     """Against the processor and the model's own positions."""
     pytest.importorskip("torchvision")
-    processor = qwen_processor(kind)
-    config = config_of(kind)
-    config.image_token_id, config.video_token_id = processor.image_token_id, processor.video_token_id
+    processor = mrope_processor(kind)
+    config = with_ids_of(processor, config_of(kind))
     frames = [picture(i, 16, 24) for i in range(5)]
     row = make_row("<image>a<video>b<image>", [base64_of(picture(1)), base64_of(picture(2, 16, 32))])
     row["videos"] = [{"frames": [base64_of(frame) for frame in frames], "fps": 4.0}]
@@ -795,8 +829,7 @@ def test_rows_of_qwen_with_images_and_a_video(tmp_path, kind):
     model = rope_model(kind)
     model.config.image_token_id, model.config.video_token_id = config.image_token_id, config.video_token_id
     rope, _ = model.get_rope_index(whole["input_ids"], **inputs)
-    video = item["input_ids"][attended] == config.video_token_id
-    until = int(video.nonzero().max()) + 1
+    until = int((whole["mm_token_type_ids"][0] == 2).nonzero().max()) + 1
     assert torch.equal(item["position_ids"][1:, attended][:, :until], rope[:, 0, :until])
     assert plain["position_ids"].shape == (4, 100) and plain["multi_modal_hash"] == 0
     batch = DataProto.from_single_dict(collate_fn([item, plain]))

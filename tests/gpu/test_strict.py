@@ -25,7 +25,7 @@ from lib.rollout.hf_engine import HFEngine
 from lib.rollout.server_weights import _buckets
 from lib.rollout.weight_sync import CheckedStream, weight_checksum
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
-from tests.common import TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch
+from tests.common import MROPE, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch
 from tests.gpu import strict
 from tests.gpu.strict import events, on_gpu, waits
 from tests.model.test_varlen import CALLS, cpu_kernels
@@ -224,7 +224,7 @@ def test_a_column_that_has_changed_is_read_again(world):
 
 
 @on_gpu
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "smolvlm"])
 def test_images(here, kind, tmp_path):
     """Log-probs of rows with images, and an update of decoder and tower."""
     results = []
@@ -240,9 +240,7 @@ def test_images(here, kind, tmp_path):
         waited = waits()
         results.append((log_probs.detach().cpu(), torch.tensor(metrics["actor/grad_norm"].total)))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-    in_backward = (
-        {"outside"} if kind.startswith("qwen") else set()
-    )  # where transformers has indexed by a mask, or a CPU's
+    in_backward = {"outside"} if kind in MROPE else set()  # where transformers has indexed by a mask, or a CPU's
     assert waited.keys() <= {ROWS, LARGEST, NORM, TOWER, MODEL} | in_backward and waited[ROWS] == 5
 
 

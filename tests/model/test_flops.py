@@ -84,7 +84,15 @@ def test_a_token_counts_the_experts_that_it_goes_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "frozen"), [("qwen3_vl", ""), ("gemma3", "tower"), ("idefics3", ""), ("llava", "vision")]
+    ("kind", "frozen"),
+    [
+        ("qwen2_vl", "tower"),
+        ("qwen3_vl", ""),
+        ("glm4v", ""),
+        ("gemma3", "tower"),
+        ("idefics3", ""),
+        ("llava", "vision"),
+    ],
 )
 def test_products_of_a_tower_are_those_that_torch_counts(tmp_path, kind, frozen):
     """Nearly. An image of a shared prompt is encoded once."""

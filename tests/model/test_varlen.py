@@ -206,7 +206,7 @@ def test_a_wrong_kernel_is_found_in_the_first_batch_and_all_models_go_on_without
             assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "glm4v", "gemma3", "idefics3"])
 def test_images_go_through_it_but_those_whose_tokens_see_each_other(tmp_path, kind):
     """The tower's own attention stays SDPA: images have no packed sequences. Gemma's rows are padded."""
     tiny_vision(kind, tmp_path)

@@ -42,8 +42,8 @@ from lib.model.vision import cache_keyword, family_of, images_of_prompts, vision
 from lib.run.checkpoint import export_hf
 from tests.common import (
     IMAGE,
+    MROPE,
     TOY_MODEL,
-    VIDEO,
     VIDEO_ROWS,
     VISION,
     VISION_ROWS,
@@ -54,6 +54,7 @@ from tests.common import (
     tiny_vision_config,
     vision_batch,
     vision_inputs,
+    vision_types,
 )
 
 LAYOUTS = {"shared": {}, "packed": {"share_prompts": False}, "padded": {"padding_free": False}}
@@ -61,7 +62,7 @@ SPARE = 96  # a token that no row has; its embedding is the placeholder's
 
 
 def rows_of(kind: str) -> tuple[VisionRow, ...]:
-    return VISION_ROWS + (VIDEO_ROWS if kind.startswith("qwen") else ())
+    return VISION_ROWS + (VIDEO_ROWS if kind in MROPE else ())
 
 
 def save(kind: str, folder, **options) -> str:
@@ -77,6 +78,15 @@ def plain(path: str):
     return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").train()
 
 
+def frames_as_images(inputs: dict) -> dict:
+    """Of a row whose videos follow its images. GLM-4V sees a video as an image for each pair of frames."""
+    t, size = inputs["video_grid_thw"][:, 0], inputs["video_grid_thw"].clone()
+    size[:, 0] = 1
+    grids = torch.cat([inputs["image_grid_thw"], size.repeat_interleave(t, 0)])
+    pixels = torch.cat([inputs["pixel_values"], inputs["pixel_values_videos"]])
+    return {"pixel_values": pixels, "image_grid_thw": grids}
+
+
 def of_single_rows(model, batch: DataProto, of_tokens) -> list[torch.Tensor]:
     """of_tokens(the outputs, the ids) for each row alone, by the model's own forward: its results (n - 1,) for tokens 1
     to n - 1, as rows (B, T)."""
@@ -87,8 +97,10 @@ def of_single_rows(model, batch: DataProto, of_tokens) -> list[torch.Tensor]:
         ids, sampled = batch.batch["input_ids"][i][attended], mask[i].bool()
         own = torch.cat([torch.zeros(len(attended) - T, dtype=torch.bool), sampled])[attended]
         x = ids.where(~(own & (ids == IMAGE)), SPARE)
-        types = ((x == IMAGE).int() + 2 * (x == VIDEO).int())[None]
-        more = {"mm_token_type_ids": types} if kind.startswith("qwen") else {}
+        types = vision_types(kind, x.tolist())
+        if kind == "glm4v" and len(inputs) == 4:  # images and videos: its own forward takes no such row
+            inputs, types = frames_as_images(inputs), types.clamp(max=1)
+        more = {"mm_token_type_ids": types} if kind in MROPE else {}
         more |= {"token_type_ids": types} if kind == "gemma3" else {}
         model.base_model.rope_deltas = None
         outputs = model(input_ids=x[None], use_cache=False, output_hidden_states=True, **inputs, **more)
@@ -138,12 +150,12 @@ def test_packed_is_shared_is_padded_is_the_models_own_forward_of_each_row(tmp_pa
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
         # the norms of LLaMA and Qwen cast to fp32 in the backward of shared prompts, in another order of sums, Gemma's
-        # and SigLIP's always
-        exact = 1e-13 if name != "shared" and kind != "gemma3" else 1e-6
+        # and SigLIP's always; GLM-4V's tower interpolates its position embeddings in fp32
+        exact = 1e-6 if name == "shared" or kind == "gemma3" else 1e-8 if kind == "glm4v" else 1e-13
         assert distance(gradients(model, weighted(ours)), expected) < exact, name
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "glm4v", "gemma3", "idefics3"])
 def test_values_are_those_of_single_rows(tmp_path, kind):
     path = save(kind, tmp_path / "model", tied=True)
     critic, own, batch = load_critic(path, dtype=torch.float64), plain(path), vision_batch(kind, rows_of(kind))
@@ -192,7 +204,7 @@ def test_the_images_of_a_shared_prompt_are_encoded_once(tmp_path, kind):
     assert calls == []  # no images, no tower
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "gemma3"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "glm4v", "gemma3"])
 def model_of_any_rows(request, tmp_path_factory):
     return load_model(save(request.param, tmp_path_factory.mktemp("model")), dtype=torch.float64)
 
@@ -229,7 +241,7 @@ def test_equal_tokens_with_other_images_share_no_prompt(tmp_path):
     assert "differ from those of the row alone" in said
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava"])
 def test_images_in_the_response_are_a_tools(tmp_path, kind):
     """Tokens there that are not sampled: their placeholders follow those of the prompt."""
     path = save(kind, tmp_path)
@@ -258,7 +270,7 @@ def test_checkpointing_changes_nothing(tmp_path, kind):
         model = load_model(path, dtype=torch.float64, gradient_checkpointing=checkpointing)
         calls = count_images(model)
         found.append(gradients(model, weighted(response_log_probs(model, batch, 1.0))))
-        assert len(calls) == (2 if kind.startswith("qwen") else 1)  # images and videos; layers are repeated, not all
+        assert len(calls) == (2 if kind in MROPE else 1)  # images and videos; layers are repeated, not all
     assert distance(*found) < (1e-12 if kind != "gemma3" else 1e-6)
 
 
@@ -310,7 +322,7 @@ def train_on_ranks(world, path: str, rows: list[list[int]], folder: str) -> tupl
     return grads, log_probs, torch.equal(batched_log_probs(exported, batch, 1.0, 40)[0], log_probs)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "llava"])  # and idefics3 below
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "glm4v", "gemma3", "llava"])  # and idefics3 below
 def test_two_ranks_are_one_where_one_has_no_image(tmp_path, kind):
     """The other rank has all of them. Both check their rows, and run as many micro-batches."""
     path = save(kind, tmp_path / "model", tied=kind == "gemma3")
@@ -372,12 +384,13 @@ def test_parts_of_the_vision_half_have_names(tmp_path, kind):
     assert len(classes) == 3 and set(classes) < model.fsdp_layer_classes
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "smolvlm"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "glm4v", "smolvlm"])
 def test_lora_adapts_the_language_part(tmp_path, kind):
     model = add_lora(load_model(save(kind, tmp_path)), rank=2, alpha=4, seed=0)
     adapted = [n for n, p in model.named_parameters() if p.requires_grad]
     of_language = ("model.language_model.", "model.text_model.")
-    assert len(adapted) == 2 * 7 * 3 and all(n.startswith(of_language) for n in adapted)
+    linear = 6 if kind == "glm4v" else 7  # in each of three layers; GLM-4V's gate_up_proj is one
+    assert len(adapted) == 2 * linear * 3 and all(n.startswith(of_language) for n in adapted)
     response_log_probs(model, vision_batch(kind), 1.0)[0].sum().backward()
     assert {n for n, p in model.named_parameters() if p.grad is not None} == set(adapted)
     model = add_lora(load_model(str(tmp_path)), rank=2, alpha=4, seed=0, target_modules=r".*(fc1|up_proj)")
@@ -427,7 +440,7 @@ def test_a_vision_model_without_a_processor_runs_on_text(tmp_path):
 
 def test_a_text_model_takes_no_images(tmp_path):
     model, batch = load_model(save_tiny(tmp_path)), vision_batch("llava")
-    with pytest.raises(InputError, match="model type qwen2 supports no images; supported: qwen2_5_vl"):
+    with pytest.raises(InputError, match="model type qwen2 supports no images; supported: qwen2_vl"):
         response_log_probs(model, batch, 1.0)
     batch = batch[[6, 7]]
     response_log_probs(model, batch, 1.0)

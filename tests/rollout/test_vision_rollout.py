@@ -36,7 +36,8 @@ from lib.rollout import (
 )
 from lib.rollout.engine import add_responses, check_expanded
 from lib.rollout.vllm_engine import VLLMEngine, save_files
-from tests.common import VISION, serve, tiny_vision, vision_batch
+from tests.common import MROPE, VISION, serve, tiny_vision, tiny_vision_config, vision_batch
+from tests.data.test_vision_rows import mrope_processor, with_ids_of
 from tests.rollout.test_rollout import close, perturb
 from tests.rollout.test_server_engine import check_versions, generated_tokens
 
@@ -222,12 +223,12 @@ def noise(seed: int, height: int = 24, width: int = 24) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def visual_prompts(processor, model) -> DataProto:
+def visual_prompts(processor, model, *videos) -> DataProto:
     """Eight: one image for three, the same ids with another image for two, two images (one larger), none, and the first
-    image with another text."""
+    image with another text. videos: one row more, of these and an image."""
     vision, A, B, wide = Vision(processor, model.config), noise(1), noise(2), noise(3, 30, 50)
     columns: dict[str, list] = {
-        name: [] for name in ("ids", "multi_modal_data", "raw_prompt_ids", "multi_modal_inputs")
+        name: [] for name in ("ids", "positions", "multi_modal_data", "raw_prompt_ids", "multi_modal_inputs")
     }
     rows = [
         ("<image>red?", [A]),
@@ -235,22 +236,26 @@ def visual_prompts(processor, model) -> DataProto:
         ("<image>or<image>", [A, wide]),
         ("red", []),
         ("or<image>", [A]),
+        *[("<image>or" + "<video>" * len(videos), [A])] * bool(videos),
     ]
     for content, images in rows:
-        message = [{"role": "user", "content": content}]
-        text = processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
         data = {"image": images} if images else {}
+        data |= {"video": list(videos)} if "<video>" in content else {}
+        messages = vision.messages([{"role": "user", "content": content}], data, "a row")
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         encoded = vision.encode(text, data)
-        for name, value in zip(columns, (encoded.ids, data, encoded.raw_ids, encoded.inputs)):
+        positions = vision.positions(encoded.ids, encoded.inputs)
+        for name, value in zip(columns, (encoded.ids, positions, data, encoded.raw_ids, encoded.inputs)):
             columns[name].append(value)
-    rows = columns.pop("ids")
+    rows, positions = columns.pop("ids"), columns.pop("positions")
     P = max(map(len, rows))
     ids, mask = torch.zeros(len(rows), P, dtype=torch.long), torch.zeros(len(rows), P, dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, P - len(row) :], mask[i, P - len(row) :] = torch.tensor(row), 1
-    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    positions = torch.stack([torch.nn.functional.pad(x, (P - x.shape[-1], 0)) for x in positions])
+    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     tensors["multi_modal_hash"] = torch.tensor([media_hash(inputs) for inputs in columns["multi_modal_inputs"]])
-    return DataProto.from_dict(tensors=tensors, non_tensors=columns)[[0, 0, 0, 1, 1, 2, 3, 4]]
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)[[0, 0, 0, 1, 1, 2, 3, 4] + [5] * bool(videos)]
 
 
 def engine_of(name, processor, path, folder, max_images=2, max_length=80):
@@ -343,6 +348,36 @@ def test_a_prompt_counts_with_its_expanded_placeholders(vllm, processor):
     [media] = media_of(visual_prompts(processor, model)[:1])
     with engine.session(), pytest.raises(ValueError, match="a prompt of 200 tokens"):
         engine.submit("0", [5, processor.image_token_id], Sampling(1), 0, replace(media, ids=[5] * 200))
+
+
+@pytest.mark.parametrize("kind", MROPE)
+def test_vllm_samples_from_the_policy_that_is_trained_with_mrope(world, tmp_path, kind):
+    """Also after an update of the tower. With images, and with an image and two videos."""
+    pytest.importorskip("torchvision")
+    pytest.importorskip("vllm")
+    processor = mrope_processor(kind)
+    config = with_ids_of(processor, tiny_vision_config(kind))
+    config.text_config.vocab_size, config.text_config.eos_token_id = len(processor.tokenizer), 3
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    for p in model.parameters():
+        p.data.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(tmp_path / "model")
+    engine, model = engine_of("vllm", processor, str(tmp_path / "model"), tmp_path / "engine", max_length=512)
+    frames = np.random.default_rng(0).integers(0, 256, (5, 24, 32, 3), dtype=np.uint8)
+    videos = [
+        (x, {"total_num_frames": len(x), "fps": 2.0, "frames_indices": [*range(len(x))], "duration": len(x) / 2})
+        for x in (frames, frames[:2, :, :24])
+    ]
+    try:
+        for version in (0, 1):
+            sync_weights(engine, model, version, tolerance=TOLERANCE)
+            prompts = visual_prompts(processor, model, *videos[: 1 if kind == "glm4v" else 2])  # vLLM takes one there
+            out = engine.generate(prompts, Sampling(8), list(range(9)))
+            assert trainer_difference(model, out) < TOLERANCE
+            perturb(model.model.visual)
+    finally:
+        close(engine)
 
 
 def test_gemma_3_is_refused_by_vllm_on_a_cpu(world, processor, tmp_path):
