@@ -30,7 +30,7 @@ from lib.agent.multi_turn import (
     encode_messages,
     without_calls,
 )
-from lib.agent.tools import ToolCall, ToolResult, attempt, check_metrics, in_thread, run_tool_call
+from lib.agent.tools import BaseTool, ToolCall, ToolResult, attempt, check_metrics, in_thread, run_tool_call
 from lib.rollout import Sampling, turn_seed
 
 
@@ -248,6 +248,8 @@ class Episode:
             reward, kind, _ = await self._tool(name, "calc_reward")
             if isinstance(reward, int | float) and math.isfinite(reward):
                 total += reward
+                if type(self.request.tools[name]).calc_reward is not BaseTool.calc_reward:
+                    self.request.metrics[f"tool/{name}/calc_reward"] = reward
             elif kind is None:
                 self.request.add_error(f"{name}.calc_reward", "exception", f"returned {reward!r}, which is no number")
         return total + (await self._interact("score") if self.interaction else 0.0)

@@ -44,7 +44,7 @@ class ToolCall:
 class ToolResponse:
     """What a tool with returns_images may return in place of the text: the model sees the images, then the text."""
 
-    text: str | None = None
+    text: str = ""
     images: list[Image.Image] = field(default_factory=list)
     image: list[Image.Image] | None = None  # verl's name of images
 
@@ -219,7 +219,7 @@ def _checked(value, returns_images: bool) -> ToolResult:
         images = [*(getattr(text, "images", None) or text.image or [])]
         if getattr(text, "video", None):
             raise TypeError("the tool returned a video; only images can be shown")
-        text = "" if text.text is None else text.text
+        text = text.text if isinstance(text, ToolResponse) else text.text or ""
         if images and not returns_images:
             raise TypeError("the tool returned images; its class must say returns_images = True")
         if not all(isinstance(image, Image.Image) for image in images):
@@ -323,7 +323,8 @@ async def run_tool_call(
     if call.error is not None:
         kind, message = "malformed", f"the tool call is malformed: {call.error}"
     elif call.name not in tools:
-        kind, message = "unknown_tool", f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
+        has = f"the tools are: {', '.join(tools)}" if tools else "this prompt has none"
+        kind, message = "unknown_tool", f"there is no tool {call.name!r}; {has}"
     elif problem := await _checked_arguments(tools[call.name], call.arguments, limits.tool_timeout):
         kind, message = "wrong_arguments", f"wrong arguments for {call.name}: {problem}"
     else:
