@@ -27,13 +27,13 @@ class FinishReason(Enum):
 def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     """This rank's metrics of a batch of episodes, for `reduce_metrics`; none for a batch of single turns. A collective.
 
-    Means are per episode, but timing_s/tool_call and agent/tool_rewards/<tool> are per call. agent/tool_errors/<kind> counts calls answered with an
-    error, and failures of create, calc_reward and release. agent/failed and agent/aborted are episodes that are not
-    trained on. agent/tool/<tool>/<key>, agent/interaction/<key> and agent/program/<key> are reported by tools,
-    interactions and agents, as a mean over the episodes that have them: a tool's add up over its calls, an
-    interaction's are those of the last turn. agent/turn_rewards_mean adds up rewards of tools and interaction.
-    agent/shared_states is the share of the turns after the first that began in the state of another turn of their
-    group, which GiGPO compares. agent/compactions_mean is per episode; agent/tokens_before_compaction and
+    Means are per episode, but timing_s/tool_call and agent/tool_rewards/<tool> are per call. agent/tool_errors/<kind>
+    counts calls answered with an error, and failures of create, calc_reward and release. agent/failed and agent/aborted
+    are episodes that are not trained on. agent/tool/<tool>/<key>, agent/interaction/<key> and agent/program/<key> are
+    reported by tools, interactions and agents, as a mean over the episodes that have them: a tool's add up over its
+    calls, an interaction's are those of the last turn. agent/turn_rewards_mean adds up rewards of tools and
+    interaction. agent/shared_states is the share of the turns after the first that began in the state of another turn
+    of their group, which GiGPO compares. agent/compactions_mean is per episode; agent/tokens_before_compaction and
     agent/tokens_after_compaction, of a context, are per compaction. With --agent there are OF_AGENTS, and
     agent/failures/<kind>, which counts episodes."""
     rows, B = batch.non_tensor_batch, len(batch)

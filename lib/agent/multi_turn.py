@@ -93,7 +93,8 @@ class MultiTurn:
         if self.vision is not None:  # as the data set writes them; some templates of vision models take nothing else
             messages = [_in_parts(message) for message in messages]
         kwargs = self.chat_template_kwargs | {"add_generation_prompt": True, "tokenize": False}
-        return self.tokenizer.apply_chat_template(messages, tools=(self.schemas if tools is None else tools) or None, **kwargs)
+        schemas = self.schemas if tools is None else tools
+        return self.tokenizer.apply_chat_template(messages, tools=schemas or None, **kwargs)
 
     def turn_of(self, sampled: Generated, stop: tuple[str, ...]) -> tuple[str, bool]:
         """(the text of a turn without its end token, whether it has one). stop: the strings that end a turn, too."""

@@ -16,15 +16,16 @@ FORM = "write `tools:` and a list of class_name, config and tool_schema"
 
 
 class VerlTool(BaseTool):
-    """An object of a verl class, whose methods may be async or not. It is created once an episode, not once a call. Its
-    metrics that are not numbers, which verl ignores, are left out. Calls of an execute that is not async are in order."""
+    """An object of a verl class, whose methods may be async or not. Metrics that are not numbers are left out: verl reads
+    none. Calls of an execute that is not async run in order."""
 
     def __init__(self, tool: Any):
         self.tool, self.ids = tool, dict[str, str]()  # by the episode's: what create returned
         self.returns_images = getattr(tool, "returns_images", False)
         self.in_order = getattr(tool, "in_order", not inspect.iscoroutinefunction(tool.execute))
-        schema = tool.get_openai_tool_schema()
-        self.schema = schema.model_dump(exclude_unset=True, exclude_none=True) if hasattr(schema, "model_dump") else schema
+        self.schema = tool.get_openai_tool_schema()
+        if hasattr(self.schema, "model_dump"):
+            self.schema = self.schema.model_dump(exclude_unset=True, exclude_none=True)
 
     async def create(self, instance_id: str, **kwargs) -> None:
         """verl passes create_kwargs as a dict; before its version 0.5 it passed what is in them."""
@@ -42,7 +43,8 @@ class VerlTool(BaseTool):
         if not (isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], dict)):
             return value
         response, reward, metrics = value
-        kept = {key: n for key, n in metrics.items() if isinstance(n, numbers.Real) and abs(n) <= LARGEST_METRIC}  # type: ignore[operator]
+        real = {key: n for key, n in metrics.items() if isinstance(n, numbers.Real)}
+        kept = {key: n for key, n in real.items() if abs(n) <= LARGEST_METRIC}  # type: ignore[operator]
         return response, 0.0 if reward is None else reward, kept
 
     async def calc_reward(self, instance_id: str, **kwargs) -> float:
@@ -58,9 +60,10 @@ def make_tool(where: str, cls: Any, config: dict | None = None, schema: dict | N
     """config, schema: of a YAML file. Raises InputError for what is not a tool class, and if its constructor fails."""
     if not (inspect.isclass(cls) and hasattr(cls, "execute")):
         raise InputError(f"{where}: neither a function nor a class with the methods of lib.agent.BaseTool")
-    required = [p for p in inspect.signature(cls).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     try:
-        if config is None and not required:
+        parameters = inspect.signature(cls).parameters.values()
+        takes_none = all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+        if config is None and takes_none:
             return cls() if issubclass(cls, BaseTool) else VerlTool(cls())
         return VerlTool(cls(config=config or {}, tool_schema=schema and ToolSchema(schema)))
     except Exception as error:

@@ -112,8 +112,8 @@ def _kind(value: Any) -> str:
 
 
 def shown_tools(schemas: list[dict], extra_info: dict) -> list[dict]:
-    """Those of a run's tools that a row's prompt shows: the tools of its tool_selection, else those that its tools_kwargs
-    name, else all. Raises InputError for other names, and for what is not a list or nested dicts."""
+    """The schemas of a run's tools that a row's prompt shows: those of its tool_selection, else those that its
+    tools_kwargs name, else all. Raises InputError for other names, and for what is not a list or nested dicts."""
     if not schemas:
         return []
     known = [schema.get("function", schema)["name"] for schema in schemas]

@@ -64,8 +64,8 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
     - columns of the batch that lib/columns.py copies: masks, log-probs, entropy, advantages, values, weight_versions
     - ratio of log_probs to old_log_probs, the log ratio clamped to ±20 as in the losses; 1 without old_log_probs
     - score, null for a row without one; rewards, a JSON object of all that the scorers gave besides
-    - turns of an episode: by, text, tokens, reward; tool_errors: a line for each error of its tools; tool_rewards: turn,
-      tool and reward of each call of a tool that it has
+    - turns of an episode: by, text, tokens, reward; tool_errors: a line for each error of its tools;
+      tool_rewards: turn, tool and reward of each call of a tool that it has
 
     Lists have a value for each response token (prompt_ids: for each prompt token). A column that was not computed is
     null.

@@ -911,7 +911,7 @@ def test_tools_of_verl(verl_file, name):
 def test_a_verl_class_without_a_file_that_lists_it(verl_file):
     tools = load_tools(("verl_like.py:Alone",))
     assert answer(tools["alone"]).text == "here"
-    with pytest.raises(InputError, match="its constructor raises .*; a YAML file gives it config and tool_schema"):
+    with pytest.raises(InputError, match=r"its constructor raises .*; a YAML file gives it config and tool_schema"):
         load_tools(("verl_like.py:Verl",))
     verl_file.write_text(LISTED.format(name="verl_like.Video"))
     tool = load_tools((str(verl_file),))["check"]

@@ -199,7 +199,7 @@ def test_a_row_shows_the_tools_that_it_names(tmp_path, write, num_proc):
     infos += [{"tool_selection": []}, {"tool_selection": ["find", "add"], "tools_kwargs": FIND}]
     infos += [{"tool_selection": None, "need_tools_kwargs": True}, {"tools_kwargs": FIND, "need_tools_kwargs": True}]
     file = write(tmp_path / f"a.{'jsonl' if write is write_jsonl else 'parquet'}", [make_row("q", **i) for i in infos])
-    load = dict(chat_template_kwargs=TOOLS, num_proc=num_proc)
+    load = {"chat_template_kwargs": TOOLS, "num_proc": num_proc}
     data = RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, **load)
     shown = [data.tokenizer.decode(row["raw_prompt_ids"]).partition("<")[0] for row in (data[i] for i in range(7))]
     every = f"[add][find][{'a' * 20}]"
