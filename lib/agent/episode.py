@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 from PIL.Image import Image
@@ -186,7 +185,8 @@ class Episode:
         lock = asyncio.Lock()  # first come, first served
         results = await asyncio.gather(*(self._run_call(call, lock) for call in calls[:limit]))
         too_many = ToolResult(f"Error: only the first {limit} calls of a turn are run", error_kind="too_many")
-        for call, (result, seconds) in zip_longest(calls, results, fillvalue=(too_many, 0.0)):
+        results += [(too_many, 0.0)] * (len(calls) - len(results))
+        for call, (result, seconds) in zip(calls, results):
             answer = {"role": "tool", "name": call.name, "tool_call_id": call_id(request.metrics["tool_calls"])}
             if result.images:
                 await self._fit_images(result, len(images))
@@ -249,7 +249,7 @@ class Episode:
             if isinstance(reward, int | float) and math.isfinite(reward):
                 total += reward
                 if type(self.request.tools[name]).calc_reward is not BaseTool.calc_reward:
-                    self.request.metrics[f"tool/{name}/calc_reward"] = reward
+                    dict.update(self.request.metrics, {f"tool/{name}/calc_reward": reward})
             elif kind is None:
                 self.request.add_error(f"{name}.calc_reward", "exception", f"returned {reward!r}, which is no number")
         return total + (await self._interact("score") if self.interaction else 0.0)

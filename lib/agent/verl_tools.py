@@ -16,8 +16,8 @@ FORM = "write `tools:` and a list of class_name, config and tool_schema"
 
 
 class VerlTool(BaseTool):
-    """An object of a verl class, whose methods may be async or not. Metrics that are not numbers are left out: verl reads
-    none. Calls of an execute that is not async run in order."""
+    """An object of a verl class, whose methods may be async or not. Metrics that are not numbers are left out: verl
+    reads none. Calls of an execute that is not async run in order."""
 
     def __init__(self, tool: Any):
         self.tool, self.ids = tool, dict[str, str]()  # by the episode's: what create returned
@@ -65,7 +65,8 @@ def make_tool(where: str, cls: Any, config: dict | None = None, schema: dict | N
         takes_none = all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
         if config is None and takes_none:
             return cls() if issubclass(cls, BaseTool) else VerlTool(cls())
-        return VerlTool(cls(config=config or {}, tool_schema=schema and ToolSchema(schema)))
+        of_file: Any = {"config": config or {}, "tool_schema": schema and ToolSchema(schema)}
+        return VerlTool(cls(**of_file))
     except Exception as error:
         advice = "" if schema else "; a YAML file gives it config and tool_schema (docs/multi_turn.md)"
         raise InputError(f"{where}: its constructor raises {say(error).splitlines()[0][:300]}{advice}") from error
