@@ -75,6 +75,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("weight_version", "B", "int", "version of the weights at the episode's start"),
         Column("agent_metrics", "B", "dict", "numbers of the episode", "metrics"),
         Column("tool_errors", "B", "list", "a line for each error of a tool", "samples", saved="tool_errors"),
+        Column("tool_rewards", "B", "list", "turn, tool and reward of each call", "metrics", saved="tool_rewards"),
     ),
     "lib/reward/scores.py: add_to": (
         Column("token_level_scores", "B, T", "float32", "reward, on the last token", "advantages", "always", "score"),

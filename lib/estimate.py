@@ -69,6 +69,9 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     lines += [f"no effect here: {'; '.join(args.no_effect)}"] * bool(args.no_effect)
     lines += [f"validation prompts: {rows_of(data, val_set.files)}" for val_set, data in val_sets]
     lines += ["validation prompts: none"] * (not val_sets)
+    for dataset in (train_data, *inputs.val_data):
+        if row := getattr(dataset, "without_tools_kwargs", None):
+            lines += [f"note: {row}: need_tools_kwargs is true, and there are no tools_kwargs"]
     if train_data is None:  # --val-only
         sampled = [(len(data), val_set.samples) for val_set, data in val_sets]
         of_sets = " + ".join(f"{rows} x {n}" for rows, n in sampled)

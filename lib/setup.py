@@ -29,6 +29,7 @@ from lib.data import (
     local_copy,
     make_loader,
     set_chat_template,
+    shown_tools,
 )
 from lib.data.vision import Vision
 from lib.distributed import (
@@ -315,8 +316,9 @@ def load_inputs(args: ScriptArgs) -> Inputs:
 def check_template(tokenizer: PreTrainedTokenizerBase, kwargs: dict, data: list[PromptDataset]) -> None:
     """Raises InputError if the first prompt's tokens are not the chat template's: two BOS tokens, no generation prompt.
     Says so if no special token ends the assistant's turn in it."""
+    kwargs, tools = {"add_generation_prompt": True} | kwargs, kwargs.get("tools") or []
     for row in (rows[0] for rows in data):
-        kwargs = {"add_generation_prompt": True} | kwargs
+        kwargs |= {"tools": shown_tools(tools, row["extra_info"]) or None}
         wanted = tokenizer.apply_chat_template(row["raw_prompt"], **kwargs, return_dict=True)["input_ids"]
         if row["raw_prompt_ids"] != wanted:
             got = tokenizer.decode(row["raw_prompt_ids"])

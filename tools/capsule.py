@@ -79,6 +79,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 4, "
 TINY |= {"num_experts_per_tok": 2, "n_layer": 2, "n_head": 4, "n_inner": 96, "max_window_layers": 2}
 # what of a row is neither a text nor made of one
 NO_TEXT = {"uid", "data_source", "finish_reason", "max_response_length", "num_turns", "segments", "agent_metrics"}
+NO_TEXT |= {"tool_rewards"}
 EMPTY: dict[str, Any] = {"raw_prompt": [], "messages": [], "reward_model": {"ground_truth": ""}, "answer": ""}
 EMPTY |= {"extra_info": {}, "tools_kwargs": {}, "interaction_kwargs": {}, "index": 0, "tool_errors": []}
 # flags that a replay does not take over: they decide nothing of the step's mathematics, or would run something

@@ -39,7 +39,7 @@ AGENT_COLUMNS = {"raw_prompt": "prompt", "data_source": "data_source", "reward_m
 AGENT_COLUMNS |= {"extra_info": "extra_info", "index": "index"}  # what an agent gets, by its names there
 INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kwargs")
 MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs")
-OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version", "tool_errors")
+OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version", "tool_errors", "tool_rewards")
 
 
 class Episodes:
@@ -50,11 +50,14 @@ class Episodes:
         self.episode = AgentEpisode if settings.agent else Episode
 
     def _make_requests(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> list[AsyncRolloutRequest]:
-        """Raises InputError if the prompts were made without the tools."""
+        """Raises InputError if the prompts were made with other tools than those of their rows."""
         rows, requests, media = prompts.non_tensor_batch, [], media_of(prompts)
         named = {column: name for column, name in AGENT_COLUMNS.items() if column in rows}
         for i, seed in enumerate(seeds):
             row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
+            tools_kwargs = row.get("tools_kwargs") or {}
+            of_row = (rows["extra_info"][i] if "extra_info" in rows else None) or {}
+            tools, schemas = self.settings.tools_of({"tools_kwargs": tools_kwargs} | of_row)
             attended = prompts.batch["attention_mask"][i].bool()
             own, raw_ids = media[i], list(row["raw_prompt_ids"])
             images: dict[str, Any] = {}
@@ -64,11 +67,13 @@ class Episodes:
                 AsyncRolloutRequest(
                     request_id=f"episode-{next(NUMBERS)}",
                     messages=row["raw_prompt"],
-                    rendered=self.settings.render(row["raw_prompt"]),
+                    rendered=self.settings.render(row["raw_prompt"], schemas),
                     prompt_ids=own.ids if own else raw_ids,
                     raw_context=[*raw_ids],
                     positions=prompts.batch["position_ids"][i][..., attended].cpu(),
-                    tools_kwargs=row.get("tools_kwargs") or {},
+                    tools=tools,
+                    schemas=schemas,
+                    tools_kwargs=tools_kwargs,
                     interaction_kwargs=row.get("interaction_kwargs") or {},
                     seed=seed,
                     weight_version=self.engine.version,
@@ -79,11 +84,12 @@ class Episodes:
                     **images,
                 )
             )
-        ids, longest = self.settings.encode(requests[0].rendered), self.settings.max_prompt_length
-        if ids != requests[0].raw_context and len(ids) <= (longest or len(ids)):  # a longer prompt was cut
-            advice = "give the data set the same tools and chat_template_kwargs"
-            made = "raw_prompt_ids differ from the chat template's output for raw_prompt and the tools"
-            raise InputError(f"multi-turn: {made}; {advice}")
+        for request in {tuple(request.tools): request for request in reversed(requests)}.values():
+            ids, longest = self.settings.encode(request.rendered), self.settings.max_prompt_length
+            if ids != request.raw_context and len(ids) <= (longest or len(ids)):  # a longer prompt was cut
+                advice = "give the data set the same tools and chat_template_kwargs"
+                made = "raw_prompt_ids differ from the chat template's output for raw_prompt and the tools"
+                raise InputError(f"multi-turn: {made}; {advice}")
         return requests
 
     def _as_batch(self, prompts: DataProto, requests: list[AsyncRolloutRequest], errors: list) -> DataProto:

@@ -23,6 +23,7 @@ from PIL.Image import Image, Resampling
 from lib import InputError
 from lib.agent.task_sandbox import load_bash
 from lib.agent.tools import BaseTool, FunctionTool, ToolResponse, say, validator_of
+from lib.agent.verl_tools import load_yaml, make_tool
 from lib.cli.secrets import from_environment
 from lib.cli.user_code import load_object
 from lib.sandbox import connect, hang_up, make_spec, receive, sandbox_level, send
@@ -41,7 +42,7 @@ SCHEMA_ERRORS = (TypeError, ValueError, KeyError, NotImplementedError, Recursion
 def load_tools(specs: tuple[str, ...], tool_timeout: float = 30.0) -> dict[str, BaseTool]:
     """The tools of --multi-turn.tools, by name. A spec is one of
 
-        calculator | python | zoom | path/to/file.py:function_or_class
+        calculator | python | zoom | path/to/file.py:function_or_class | path/to/tools.yaml, in verl's form
         bash:folder | "bash:folder path/to/file.py:provider"   commands in the sandbox of the row's task
         search:corpus.jsonl           BM25; a line is {"contents"} or {"title", "text"}, in other files a passage
         search:http://host/retrieve   a retriever with Search-R1's interface (arXiv:2503.09516)
@@ -86,15 +87,15 @@ def _tools_of(spec: str, tool_timeout: float) -> list[BaseTool]:
         return [_search_tool(functools.partial(_retrieve, rest) if is_url else _bm25(Path(rest)))]
     if kind == "mcp":
         return _mcp_tools(rest)
+    if spec.endswith((".yaml", ".yml")):
+        return [*load_yaml(spec)]
     if not rest:
-        known = "calculator, python, zoom, bash:..., search:..., mcp:... or path/to/file.py:name"
+        known = "calculator, python, zoom, bash:..., search:..., mcp:..., path/to/file.py:name or path/to/tools.yaml"
         raise InputError(f"--multi-turn.tools {spec}: use {known}")
     found = load_object("--multi-turn.tools", spec)
     if callable(found) and not inspect.isclass(found):
         return [FunctionTool(found)]
-    if not (inspect.isclass(found) and issubclass(found, BaseTool)):
-        raise InputError(f"--multi-turn.tools {spec}: neither a function nor a subclass of lib.agent.BaseTool")
-    return [found()]
+    return [make_tool(f"--multi-turn.tools {spec}", found)]
 
 
 def as_schema(name: str, description: str, parameters: dict) -> dict:
@@ -307,6 +308,7 @@ class MCPTool(BaseTool):
     def __init__(self, server: MCPServer, tool):
         self.server, self.name = server, tool.name
         self.schema = as_schema(tool.name, tool.description or "", tool.input_schema)
+        self.in_order = not (tool.annotations and tool.annotations.read_only_hint)
 
     async def execute(self, instance_id: str, parameters: dict, **kwargs):
         if not self.server.loop.is_running():

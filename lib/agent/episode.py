@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from lib.agent.multi_turn import (
     encode_messages,
     without_calls,
 )
-from lib.agent.tools import ToolCall, ToolResult, attempt, check_metrics, in_thread, run_tool_call
+from lib.agent.tools import BaseTool, ToolCall, ToolResult, attempt, check_metrics, in_thread, run_tool_call
 from lib.rollout import Sampling, turn_seed
 
 
@@ -81,7 +82,7 @@ class Episode:
                 await attempt(self.interaction.stop, timeout_s=self.settings.limits.tool_timeout)
 
     async def _start(self) -> None:
-        for name in self.settings.tools:
+        for name in self.request.tools:
             _, kind, what = await self._tool(name, "create")
             if kind is None:
                 self.created.append(name)
@@ -152,7 +153,7 @@ class Episode:
             return FinishReason.ABORTED
         request.summary = [*self.prompt, {"role": "assistant", "content": settings.escaped(summary)}]
         request.summarized, request.messages = len(said), said + answers
-        rendered = settings.render(request.shown)
+        rendered = settings.render(request.shown, request.schemas)
         encoded = await in_thread(partial(settings.encode_with, rendered, {}))
         request.metrics.update({"compactions": 1, "tokens_before": length, "tokens_after": len(encoded.ids)})
         added = Added(request.messages, rendered, encoded, 0, {})
@@ -175,32 +176,43 @@ class Episode:
         return text, sampled.finish_reason, has_end_token
 
     async def _call_tools(self, calls: list[ToolCall]) -> tuple[list[dict], list[Image]]:
-        """Runs the calls, in order, as a later one may build on an earlier one. Returns their messages and images."""
-        request, settings = self.request, self.settings
+        """Runs the calls, at most max_tool_calls of them at the same time, but those of tools with `in_order` one after
+        the other. Returns their messages and images, in the order of the calls."""
+        request, settings, limit = self.request, self.settings, self.settings.limits.max_tool_calls
         request.state = RequestState.TOOL_CALLING
         answers: list[dict] = []
         images: list[Image] = []
-        for i, call in enumerate(calls):
-            start = time.monotonic()
-            if i >= settings.limits.max_tool_calls:
-                result = ToolResult(f"Error: only the first {settings.limits.max_tool_calls} calls of a turn are run")
-                request.metrics["too_many"] += 1
-            elif call.name in self.not_created:
-                result = self.not_created[call.name]
-            else:
-                kwargs = request.tools_kwargs
-                result = await run_tool_call(settings.tools, call, request.request_id, settings.limits, kwargs)
+        lock = asyncio.Lock()  # first come, first served
+        results = await asyncio.gather(*(self._run_call(call, lock) for call in calls[:limit]))
+        too_many = ToolResult(f"Error: only the first {limit} calls of a turn are run", error_kind="too_many")
+        results += [(too_many, 0.0)] * (len(calls) - len(results))
+        for call, (result, seconds) in zip(calls, results):
             answer = {"role": "tool", "name": call.name, "tool_call_id": call_id(request.metrics["tool_calls"])}
             if result.images:
                 await self._fit_images(result, len(images))
             answers.append(answer | {"content": content_of(settings.escaped(result.text), result.images)})
             images += result.images
             request.reward(result.reward)
-            request.metrics.update({"tool_calls": 1, "tool_seconds": time.monotonic() - start})  # adds, as a Counter
+            request.metrics.update({"tool_calls": 1, "tool_seconds": seconds})  # adds, as a Counter
             request.metrics.update({f"tool/{call.name}/{key}": value for key, value in result.metrics.items()})
+            if call.name in request.tools:  # else the policy made the name up
+                own = {"turn": request.num_turns, "tool": call.name, "reward": result.reward}
+                request.tool_rewards.append(own)
             if result.error_kind is not None:
                 request.add_error(call.name or "a call", result.error_kind, result.text.removeprefix("Error: "))
         return answers, images
+
+    async def _run_call(self, call: ToolCall, lock: asyncio.Lock) -> tuple[ToolResult, float]:
+        """(the result of a call, its seconds). lock: of the turn's calls of tools with `in_order`."""
+        request, tool = self.request, self.request.tools.get(call.name)
+        async with lock if tool and tool.in_order else nullcontext():
+            start = time.monotonic()
+            if call.name in self.not_created:
+                result = self.not_created[call.name]
+            else:
+                how = self.settings.limits, request.tools_kwargs
+                result = await run_tool_call(request.tools, call, request.request_id, *how)
+            return result, time.monotonic() - start
 
     async def _fit_images(self, result: ToolResult, before: int) -> None:
         """Gives the result's images the size of the run, or makes it an error if they cannot be shown. before: number
@@ -237,13 +249,15 @@ class Episode:
             reward, kind, _ = await self._tool(name, "calc_reward")
             if isinstance(reward, int | float) and math.isfinite(reward):
                 total += reward
+                if type(self.request.tools[name]).calc_reward is not BaseTool.calc_reward:
+                    dict.update(self.request.metrics, {f"tool/{name}/calc_reward": reward})
             elif kind is None:
                 self.request.add_error(f"{name}.calc_reward", "exception", f"returned {reward!r}, which is no number")
         return total + (await self._interact("score") if self.interaction else 0.0)
 
     async def _tool(self, name: str, method: str) -> tuple[Any, str | None, str]:
         """Calls `attempt` on the tool's create, calc_reward or release, with the row's kwargs, and counts failures."""
-        tool = self.settings.tools[name]
+        tool = self.request.tools[name]
         function = getattr(tool, method)
         kwargs = (self.request.tools_kwargs.get(name) or {}).get(f"{method}_kwargs") or {}
         if method == "create" and tool.returns_images:

@@ -1,7 +1,8 @@
 """Metrics of a batch of episodes."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from enum import Enum
+from itertools import chain
 
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum, all_gather_lists
@@ -26,13 +27,13 @@ class FinishReason(Enum):
 def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     """This rank's metrics of a batch of episodes, for `reduce_metrics`; none for a batch of single turns. A collective.
 
-    Means are per episode, but timing_s/tool_call is per call. agent/tool_errors/<kind> counts calls answered with an
-    error, and failures of create, calc_reward and release. agent/failed and agent/aborted are episodes that are not
-    trained on. agent/tool/<tool>/<key>, agent/interaction/<key> and agent/program/<key> are reported by tools,
-    interactions and agents, as a mean over the episodes that have them: a tool's add up over its calls, an
-    interaction's are those of the last turn. agent/turn_rewards_mean adds up rewards of tools and interaction.
-    agent/shared_states is the share of the turns after the first that began in the state of another turn of their
-    group, which GiGPO compares. agent/compactions_mean is per episode; agent/tokens_before_compaction and
+    Means are per episode, but timing_s/tool_call and agent/tool_rewards/<tool> are per call. agent/tool_errors/<kind>
+    counts calls answered with an error, and failures of create, calc_reward and release. agent/failed and agent/aborted
+    are episodes that are not trained on. agent/tool/<tool>/<key>, agent/interaction/<key> and agent/program/<key> are
+    reported by tools, interactions and agents, as a mean over the episodes that have them: a tool's add up over its
+    calls, an interaction's are those of the last turn. agent/turn_rewards_mean adds up rewards of tools and
+    interaction. agent/shared_states is the share of the turns after the first that began in the state of another turn
+    of their group, which GiGPO compares. agent/compactions_mean is per episode; agent/tokens_before_compaction and
     agent/tokens_after_compaction, of a context, are per compaction. With --agent there are OF_AGENTS, and
     agent/failures/<kind>, which counts episodes."""
     rows, B = batch.non_tensor_batch, len(batch)
@@ -42,7 +43,9 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
     for own in rows["agent_metrics"]:
         totals.update(own)
         counts.update(own.keys())
-    calls, shared = totals["tool_calls"], shared_states(batch)
+    calls, shared, rewards = totals["tool_calls"], shared_states(batch), defaultdict[str, list[float]](list)
+    for call in chain.from_iterable(rows.get("tool_rewards", ())):  # an older recording has none
+        rewards[call["tool"]].append(call["reward"])
     of_agents: dict[str, Metric] = {}
     if "answer" in rows:
         of_agents |= {f"agent/{name}_mean": Mean(totals[name], B) for name in OF_AGENTS}
@@ -62,6 +65,7 @@ def agent_metrics(batch: DataProto) -> dict[str, Metric]:
         "agent/failed": Sum(reasons["error"]),
         "agent/aborted": Sum(reasons["abort"]),
         **of_agents,
+        **{f"agent/tool_rewards/{tool}": Mean(sum(own), len(own)) for tool, own in rewards.items()},
         **{f"agent/{key}": Mean(totals[key], counts[key]) for key in totals if "/" in key},
     }
 

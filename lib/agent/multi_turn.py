@@ -31,7 +31,7 @@ from lib.agent.parsers import get_tool_parser
 from lib.agent.program import Agent
 from lib.agent.tools import BaseTool, ToolCall, in_thread, readable
 from lib.args import MultiTurnArgs
-from lib.data import SpecialTokenEscaper
+from lib.data import SpecialTokenEscaper, shown_tools
 from lib.data.vision import Encoded, Media, Vision, media_hash
 from lib.model.routing import extended_routes
 from lib.rollout import Generated
@@ -82,12 +82,19 @@ class MultiTurn:
     def special_ids(self) -> set[int]:
         return {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
+    def tools_of(self, extra_info: dict) -> tuple[dict[str, BaseTool], list[dict]]:
+        """The tools of a row, and their schemas. Raises InputError for a row that names others."""
+        schemas = shown_tools(self.schemas, extra_info)
+        hidden = [name for name, schema in zip(self.tools, self.schemas) if schema not in schemas]
+        return {name: tool for name, tool in self.tools.items() if name not in hidden}, schemas
+
     def render(self, messages: list[dict], tools: list[dict] | None = None) -> str:
-        """tools: the schemas of others than its own."""
+        """tools: the schemas of a row or an agent; None: all of the run."""
         if self.vision is not None:  # as the data set writes them; some templates of vision models take nothing else
             messages = [_in_parts(message) for message in messages]
         kwargs = self.chat_template_kwargs | {"add_generation_prompt": True, "tokenize": False}
-        return self.tokenizer.apply_chat_template(messages, tools=tools or self.schemas or None, **kwargs)
+        schemas = self.schemas if tools is None else tools
+        return self.tokenizer.apply_chat_template(messages, tools=schemas or None, **kwargs)
 
     def turn_of(self, sampled: Generated, stop: tuple[str, ...]) -> tuple[str, bool]:
         """(the text of a turn without its end token, whether it has one). stop: the strings that end a turn, too."""
@@ -164,6 +171,8 @@ class AsyncRolloutRequest:
     seed: int
     weight_version: int | None
     max_response_length: int
+    tools: dict[str, BaseTool] = field(default_factory=dict)  # of its row
+    schemas: list[dict] = field(default_factory=list)  # of these
     row: dict = field(default_factory=dict)  # of the data set, for an agent
     answer: str | None = None  # of an agent, for the scorers; None: it needs none, or has none
     data: dict = field(default_factory=dict)  # the images of `context`, as in multi_modal_data
@@ -190,6 +199,7 @@ class AsyncRolloutRequest:
     summary: list[dict] = field(default_factory=list)  # and those that it has instead: the prompt and a summary
     metrics: Counter = field(default_factory=Counter)
     tool_errors: list[str] = field(default_factory=list)  # what its sample shows of them
+    tool_rewards: list[dict] = field(default_factory=list)  # turn, tool and reward of each call of a tool that it has
 
     def add_error(self, where: str, kind: str, what: str) -> None:
         """Counts an error of a tool, and keeps the first line of the first few for the sample."""
@@ -341,7 +351,7 @@ def _encode_messages(request: AsyncRolloutRequest, settings: MultiTurn, turn, en
     for new in versions:
         messages = request.messages + new
         try:
-            after = settings.render(request.shown + new)
+            after = settings.render(request.shown + new, request.schemas)
         except REFUSALS as error:
             refusal = error
             continue

@@ -166,6 +166,8 @@ class Bash(BaseTool):
     """Runs commands in the sandbox of the task that the row names: tools_kwargs["bash"]["create_kwargs"] is
     {"task": name}. The task's check is the reward of the episode."""
 
+    in_order = True
+
     def __init__(self, tasks: dict[str, Task], provider: Callable[[Task], Any], timeout_s: float):
         self.tasks, self.provider, self.timeout_s = tasks, provider, timeout_s
         self.opened: dict[str, OpenTask] = {}

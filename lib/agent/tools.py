@@ -44,8 +44,21 @@ class ToolCall:
 class ToolResponse:
     """What a tool with returns_images may return in place of the text: the model sees the images, then the text."""
 
-    text: str
+    text: str = ""
     images: list[Image.Image] = field(default_factory=list)
+    image: list[Image.Image] | None = None  # verl's name of images
+
+
+class ToolSchema(dict):
+    """A tool's schema with verl's access to it: schema.function.name, schema.model_dump()."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return ToolSchema(self[name]) if isinstance(self[name], dict) else self[name]
+
+    def model_dump(self, **_) -> dict:
+        return {**self}
 
 
 @dataclass
@@ -61,11 +74,27 @@ class BaseTool:
     """A tool. All methods except get_openai_tool_schema are async. An instance_id names an episode's state of the tool.
     kwargs come from the row: tools_kwargs[name] = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs",
     "release_kwargs"}. execute may also return only the text, a number, or (text, reward). With returns_images a text
-    may be a ToolResponse, and create also gets images=[PIL], those of the prompt."""
+    may be a ToolResponse, and create also gets images=[PIL], those of the prompt.
+
+    The calls of a turn run at the same time, also two of one tool in one episode, if execute is async. Calls of a tool
+    with in_order run one after the other, in the order of the turn: set it if a call may change what a later one sees.
+    It is set where execute is not async, and would run in several threads."""
 
     returns_images = False
+    in_order = False
     own_schema = True  # False: somebody else wrote the schema, and to check arguments by it may take any time
     schema: dict | None = None
+
+    def __init_subclass__(cls):
+        if not inspect.iscoroutinefunction(cls.execute) and "in_order" not in vars(cls):
+            cls.in_order = True
+
+    def __init__(self, config: dict | None = None, tool_schema: dict | None = None):
+        """As verl's, which gives a class both, and makes the schema of a class without one its own."""
+        if config is not None:
+            self.config, self.schema = config, tool_schema or self.get_openai_tool_schema()
+            self.tool_schema = ToolSchema(self.schema) if isinstance(self.schema, dict) else self.schema
+            self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> dict:
         if self.schema is None:
@@ -186,8 +215,11 @@ def _checked(value, returns_images: bool) -> ToolResult:
     defaults: tuple = (0.0, {})
     text, reward, metrics = parts + defaults[len(parts) - 1 :]
     images = []
-    if isinstance(text, ToolResponse):
-        images, text = text.images, text.text
+    if hasattr(text, "image"):  # a ToolResponse, ours or verl's
+        images = [*(getattr(text, "images", None) or text.image or [])]
+        if getattr(text, "video", None):
+            raise TypeError("the tool returned a video; only images can be shown")
+        text = text.text if isinstance(text, ToolResponse) else text.text or ""
         if images and not returns_images:
             raise TypeError("the tool returned images; its class must say returns_images = True")
         if not all(isinstance(image, Image.Image) for image in images):
@@ -291,7 +323,8 @@ async def run_tool_call(
     if call.error is not None:
         kind, message = "malformed", f"the tool call is malformed: {call.error}"
     elif call.name not in tools:
-        kind, message = "unknown_tool", f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}"
+        has = f"the tools are: {', '.join(tools)}" if tools else "this prompt has none"
+        kind, message = "unknown_tool", f"there is no tool {call.name!r}; {has}"
     elif problem := await _checked_arguments(tools[call.name], call.arguments, limits.tool_timeout):
         kind, message = "wrong_arguments", f"wrong arguments for {call.name}: {problem}"
     else:

@@ -32,7 +32,7 @@ class MultiTurnArgs:
 
     tools: Annotated[tuple[str, ...], AS_RECORDED, FILES] = ()
     """tools of the episodes: calculator, python, zoom, bash:FOLDER, search:FILE, mcp:COMMAND, path/to/file.py:function
-    or class"""
+    or class, or a YAML file of classes in verl's form"""
     interaction: Annotated[str, FILES] = ""
     """what answers other turns: reasoning_gym, openenv:http://host:port, gym:path/to/file.py:Class, verifiers:NAME or
     path/to/file.py:Class; empty: the episode ends"""
@@ -41,7 +41,7 @@ class MultiTurnArgs:
     max_turns: Annotated[int, Gt(0)] = 8
     """maximum number of turns of the policy in an episode"""
     max_tool_calls: Annotated[int, Gt(0)] = 4
-    """maximum number of tool calls in a turn, run in sequence; further calls get an error as the answer"""
+    """maximum number of tool calls in a turn, which run concurrently; further calls get an error as the answer"""
     max_turn_tokens: Annotated[int | None, Gt(0)] = None
     """maximum number of tokens of a turn; None: the rest of the row"""
     context_window: Annotated[int | None, Gt(0)] = None

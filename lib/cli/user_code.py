@@ -4,13 +4,15 @@ It imports no torch: the command line is read, and reward workers start, without
 """
 
 import functools
+import importlib
 import importlib.util
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,19 +32,34 @@ def load_object(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
     path = Path(file).expanduser().resolve()
     if not (name.isidentifier() and path.is_file() and path.suffix == ".py"):
         raise InputError(f"{flag} {spec}: give an existing file and a name in it, as path/to/file.py:name")
+    return _named_in(partial(_run_file, path, path.stat().st_mtime_ns), name, str(path), f"{flag} {spec}", limit_s)
+
+
+def load_class(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
+    """As load_object; `spec` may also be the name of a class as Python imports it, module.Class."""
+    module, _, name = spec.rpartition(".")
+    if ":" in spec:
+        return load_object(flag, spec, limit_s)
+    if not (module and all(part.isidentifier() for part in spec.split("."))):
+        raise InputError(f"{flag} {spec[:100]!r}: give module.Class or path/to/file.py:Class")
+    return _named_in(partial(importlib.import_module, module), name, module, f"{flag} {spec}", limit_s)
+
+
+def _named_in(load: Callable[[], ModuleType], name: str, origin: str, where: str, limit_s: float) -> Any:
+    """origin: the file or the module that `load` runs."""
     try:
         with _time_limit(limit_s):
-            module = _run_file(path, path.stat().st_mtime_ns)
+            module = load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also sys.exit(), which would end the run without a word
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == origin]
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        where = f" in line {lines[-1]}" if lines else ""
-        raise InputError(f"{flag} {spec}: the file cannot be imported: {what}{where}") from error
+        line = f" in line {lines[-1]}" if lines else ""
+        raise InputError(f"{where}: the file cannot be imported: {what}{line}") from error
     if hasattr(module, name):
         return getattr(module, name)
-    raise InputError(f"{flag} {spec}: {path} has no {name!r}")
+    raise InputError(f"{where}: {origin} has no {name!r}")
 
 
 @functools.cache

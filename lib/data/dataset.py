@@ -20,7 +20,7 @@ from lib import InputError
 from lib.cli.user_code import load_object
 from lib.data.chat_template import left_out, question_of
 from lib.data.remote import local_copy
-from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, arguments_of, only_text, without_nulls
+from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, arguments_of, only_text, shown_tools, without_nulls
 from lib.data.rows import DEEPEST, _plain, _shown, read_rows
 from lib.data.special_tokens import SpecialTokenEscaper, start_of_text
 from lib.data.vision import Encoded, Vision, media_hash
@@ -34,6 +34,7 @@ SERIAL_ROWS_OF_IMAGES = 500  # decoding and resizing take longer
 
 class Prompt(NamedTuple):
     messages: list[dict]
+    template_kwargs: dict  # with the schemas of the row's tools
     text: str
     escaped: bool  # whether special tokens in the messages were broken up
     encoded: Encoded
@@ -60,9 +61,11 @@ class RLHFDataset(Dataset):
     The constructor templates and tokenizes every row once, so that a bad row stops the run before a model loads. It
     leaves out a prompt longer than P if filter_overlong_prompts; otherwise `truncation` says what is cut: "left" (the
     start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` those
-    that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row. Unless
+    that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row,
+    `without_tools_kwargs` those of the first that needs some (extra_info's need_tools_kwargs) and has none. Unless
     allow_special_tokens, a space breaks up text that spells a special token, in raw_prompt too; `escaped` counts these.
     `incomplete` counts those of which the chat template leaves out a message; the last one of the user it must write.
+    The template gets the `tools` of chat_template_kwargs, schemas, or those that the row names: `shown_tools`.
 
     With `vision`, a row's images and videos are those of its columns "images" and "videos", in the order of <image> and
     <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature of an image, and their
@@ -117,7 +120,7 @@ class RLHFDataset(Dataset):
             raise InputError(f"{names or 'data files'}: no rows; check the files")
 
         rows = np.sort(np.random.default_rng(0).permutation(n_read)[:max_samples])
-        lengths, has_truth, broken_up, n_media, incomplete = self._check_rows(rows.tolist(), num_proc).T
+        lengths, has_truth, broken_up, n_media, incomplete, no_kwargs = self._check_rows(rows.tolist(), num_proc).T
         max_media = vision.max_images if vision else 0
         too_long, too_many = lengths > max_prompt_length, n_media > max_media
         cut = too_long & (not filter_overlong_prompts)
@@ -147,6 +150,7 @@ class RLHFDataset(Dataset):
         self.escaped, self.incomplete = int(broken_up[kept].sum()), int(incomplete[kept].sum())
         self.without_ground_truth = self._first(rows[kept & (has_truth == 0)])
         self.with_images = self._first(rows[kept & (n_media > 0)])
+        self.without_tools_kwargs = self._first(rows[kept & (no_kwargs > 0)])
 
     def _first(self, rows: np.ndarray) -> str | None:
         """File and number of the first of the rows."""
@@ -235,11 +239,11 @@ class RLHFDataset(Dataset):
         images, videos = self.vision.entries(messages, *columns)
         return self.vision.messages(messages, {"image": images, "video": videos}, self._where(row)), images, videos
 
-    def _prompt(self, row: int, messages: list[dict], images: list, videos: list) -> Prompt:
+    def _prompt(self, row: int, fields: dict, messages: list[dict], images: list, videos: list) -> Prompt:
         """The chat template writes the special tokens. Without one, the prompt begins with those of `start_of_text`."""
         plain = self.escape_special_tokens(messages) if self.escape_special_tokens else messages
-        templated = bool(self.tokenizer.chat_template)
-        text = self._templated(row, plain) if templated else self._only_text(row, plain)
+        templated, kwargs = bool(self.tokenizer.chat_template), self._template_kwargs(row, fields)
+        text = self._templated(row, kwargs, plain) if templated else self._only_text(row, plain)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -249,7 +253,7 @@ class RLHFDataset(Dataset):
             ids = ids if templated or self.start == ids[: len(self.start)] else self.start + ids
             if not ids:
                 raise self._error(row, "the prompt is empty, and the tokenizer puts no token before a text")
-            return Prompt(plain, text, plain != messages, Encoded(ids, ids, {}), {})
+            return Prompt(plain, kwargs, text, plain != messages, Encoded(ids, ids, {}), {})
         path = Path(self.sources[self._locate(row)[0]][0]).expanduser()
         folder = path if path.is_dir() else path.parent if path.is_file() else Path()  # where relative paths begin
         media = self.vision.media(images, videos, self._where(row), folder)
@@ -257,7 +261,7 @@ class RLHFDataset(Dataset):
             encoded = self.vision.encode(text, media)
         except InputError as error:
             raise self._error(row, str(error)) from error
-        return Prompt(plain, text, plain != messages, encoded, media)
+        return Prompt(plain, kwargs, text, plain != messages, encoded, media)
 
     def _only_text(self, row: int, messages: list[dict]) -> str:
         """Of a prompt without a chat template."""
@@ -267,9 +271,18 @@ class RLHFDataset(Dataset):
             raise self._error(row, f"a prompt of {len(messages)} messages {why}: {advice}")
         return text
 
-    def _templated(self, row: int, messages: list[dict]) -> str:
+    def _template_kwargs(self, row: int, fields: dict) -> dict:
+        schemas, extra_info = self.chat_template_kwargs.get("tools") or [], fields.get("extra_info", {})
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
+            shown = shown_tools(schemas, extra_info)
+        except InputError as error:
+            index = "" if (own := extra_info.get("index")) is None else f" (index {own})"
+            raise InputError(f"{self._where(row)}{index}: {error}") from error
+        return self.chat_template_kwargs | {"tools": shown or None} if schemas else self.chat_template_kwargs
+
+    def _templated(self, row: int, kwargs: dict, messages: list[dict]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except Exception as error:  # a template's code may raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._error(row, f"the chat template refuses this prompt: {reason}") from error
@@ -277,16 +290,17 @@ class RLHFDataset(Dataset):
     def _left_out(self, row: int, prompt: Prompt) -> bool:
         """Whether the chat template leaves a message out. Raises InputError if it is what the user asks."""
         messages = prompt.messages
-        found = left_out(messages, prompt.text, partial(self._templated, row)) if self.tokenizer.chat_template else []
+        render = partial(self._templated, row, prompt.template_kwargs)
+        found = left_out(messages, prompt.text, render) if self.tokenizer.chat_template else []
         if (question := question_of(messages)) in found:
             advice = "in a template that is message.content; give another --chat-template"
             raise self._error(row, f"the chat template leaves out text of message {question}, the question: {advice}")
         return bool(found)
 
-    def _check_row(self, row: int) -> tuple[int, bool, bool, int, bool]:
+    def _check_row(self, row: int) -> tuple[int, bool, bool, int, bool, bool]:
         """Checks a row. Returns the prompt's tokens (0 with too many images), whether it has a ground truth, whether a
-        special token in it was broken up, the number of its images or videos, whichever is more, and whether the
-        template leaves out a message."""
+        special token in it was broken up, the number of its images or videos, whichever is more, whether the template
+        leaves out a message, and whether its tools_kwargs are missing."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(value := fields.get(column, {}), dict):
@@ -299,12 +313,14 @@ class RLHFDataset(Dataset):
         messages, images, videos = self._with_media(row, fields)
         n_media = max(len(images), len(videos))
         if self.vision and n_media > self.vision.max_images:
-            return 0, has_truth, False, n_media, False
-        prompt = self._prompt(row, messages, images, videos)
-        return len(prompt.encoded.ids), has_truth, prompt.escaped, n_media, self._left_out(row, prompt)
+            return 0, has_truth, False, n_media, False, False
+        prompt, extra_info = self._prompt(row, fields, messages, images, videos), fields.get("extra_info", {})
+        needs_kwargs = bool(extra_info.get("need_tools_kwargs")) and not extra_info.get("tools_kwargs")
+        n_tokens, is_incomplete = len(prompt.encoded.ids), self._left_out(row, prompt)
+        return n_tokens, has_truth, prompt.escaped, n_media, is_incomplete, needs_kwargs
 
     def _check_rows(self, rows: list[int], num_proc: int | None) -> np.ndarray:
-        """(rows, 5) integers: what _check_row returns for each row."""
+        """(rows, 6) integers: what _check_row returns for each row."""
         if num_proc is None:
             cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -340,7 +356,7 @@ class RLHFDataset(Dataset):
     def __getitem__(self, i: int) -> dict:
         row = int(self.kept[i])
         fields = self._row(row)
-        prompt = self._prompt(row, *self._with_media(row, fields))
+        prompt = self._prompt(row, fields, *self._with_media(row, fields))
         raw_ids, ids, inputs = prompt.encoded
         if len(ids) > self.max_prompt_length:  # of text alone: a prompt with images is not kept
             raw_ids = ids = self._truncate(ids)
@@ -404,7 +420,7 @@ _forked: RLHFDataset | None = None  # what the processes of _check_rows inherit
 
 def _check_rows_of_forked(rows: list[int]) -> np.ndarray:
     assert _forked is not None
-    return np.array([_forked._check_row(row) for row in rows], dtype=np.int64).reshape(-1, 5)
+    return np.array([_forked._check_row(row) for row in rows], dtype=np.int64).reshape(-1, 6)
 
 
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:

@@ -64,7 +64,8 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
     - columns of the batch that lib/columns.py copies: masks, log-probs, entropy, advantages, values, weight_versions
     - ratio of log_probs to old_log_probs, the log ratio clamped to ±20 as in the losses; 1 without old_log_probs
     - score, null for a row without one; rewards, a JSON object of all that the scorers gave besides
-    - turns of an episode: by, text, tokens, reward; tool_errors: a line for each error of its tools
+    - turns of an episode: by, text, tokens, reward; tool_errors: a line for each error of its tools;
+      tool_rewards: turn, tool and reward of each call of a tool that it has
 
     Lists have a value for each response token (prompt_ids: for each prompt token). A column that was not computed is
     null.
@@ -118,6 +119,7 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
     if "turn_rewards" in t:
         rows = zip(t["responses"], t["response_mask"], t["turn_rewards"], in_response)
         turns = [turns_of(ids[own], mask[own], rewards[own], tokenizer) for ids, mask, rewards, own in rows]
+    call = pa.struct({"turn": pa.int32(), "tool": pa.string(), "reward": pa.float64()}.items())
     turn = {"by": pa.string(), "text": pa.string(), "tokens": pa.int32(), "reward": pa.float64()}
     table: dict[str, pa.Array] = {
         "step": pa.array([step] * B, pa.int32()),
@@ -133,6 +135,7 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
         "rewards": texts(map(_json, columns["reward_extra_info"])),
         "turns": pa.array(turns, pa.list_(pa.struct(list(turn.items())))),
         "tool_errors": pa.array([*columns.get("tool_errors", [None] * B)], pa.list_(pa.string())),
+        "tool_rewards": pa.array([*columns.get("tool_rewards", [None] * B)], pa.list_(call)),
     }
     for key, column in COLUMNS.items():
         name, type = column.copied

@@ -42,7 +42,7 @@ SPEED = {"perf/tokens_per_s": "{:,.0f} tok/s"}
 SPEED_OF_GPUS = {"perf/tokens_per_s_per_device": "{:,.0f} tok/s/GPU", "perf/mfu": "MFU {:.0%}"}
 TABLE_ROWS, TABLE_TEXT = 8, 4000  # rows of a tracker's table of samples, characters of a text there
 SHOWN_LINES = 3  # names of images, and errors, of a sample in the console
-OF_SOME = ("images", "tool_errors")  # lists that not every sample has
+OF_SOME = ("images", "tool_errors", "tool_rewards")  # lists that not every sample has
 
 
 class Tracker:
@@ -326,7 +326,8 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, run_dir: P
             sampled, rewards = tensors["response_mask"][i][own], tensors["turn_rewards"][i][own]
             turns = turns_of(responses[i][own], sampled, rewards, tokenizer)
             shown |= {"finish_reason": row["finish_reason"], "turns": turns}
-        shown |= {key: value for key, value in zip(OF_SOME, (images[i], row.get("tool_errors"))) if value}
+        lists = images[i], row.get("tool_errors"), row.get("tool_rewards")
+        shown |= {key: value for key, value in zip(OF_SOME, lists) if value}
         rows.append(shown)
     return rows
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from PIL import Image
 from transformers import AddedToken
 
@@ -33,6 +34,7 @@ from lib.agent.episode import observation
 from lib.agent.multi_turn import LONG_TEXT, AsyncRolloutRequest
 from lib.agent.program import Agent, call_function
 from lib.args import MultiTurnArgs
+from lib.data import RLHFDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import Mean, World, init_distributed, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
@@ -637,6 +639,111 @@ def test_tools_run_while_others_generate():
     out, _ = play(how, [CALL % (0, 1) + END, "x" + END], [CALL % (a, 0) + END for a in range(6)] + ["y" + END])
     assert out.non_tensor_batch["num_turns"].tolist() == [2, 7]
     assert not reduce_metrics(agent_metrics(out))["agent/tool_errors/timeout"]
+
+
+# ---- tools of a row, calls of a turn -------------------------------------------------------------
+
+
+def named(name: str, tool: BaseTool) -> BaseTool:
+    schema = Add().get_openai_tool_schema()
+    tool.get_openai_tool_schema = lambda: schema | {"function": schema["function"] | {"name": name}}
+    return tool
+
+
+def prompts_with_tools(how: MultiTurn, infos: list[dict]) -> DataProto:
+    """As the data set makes them."""
+    rows = [{"prompt": f"{i}?", "data_source": "x", "extra_info": info} for i, info in enumerate(infos)]
+    kwargs = {"tools": how.schemas}
+    data = RLHFDataset(Dataset.from_list(rows), how.tokenizer, max_prompt_length=99, chat_template_kwargs=kwargs)
+    columns = collate_fn([data[i] for i in range(len(rows))])
+    return DataProto.from_single_dict(columns | {"uid": np.arange(len(rows))})
+
+
+def test_rows_have_tools_of_their_own_in_one_batch():
+    """What a row does not have is in none of its prompts, is not created, and is unknown when it is called."""
+    add, sub = named("add", Add()), named("sub", Add())
+    tools, parse = {"add": add, "sub": sub}, get_tool_parser("hermes", tokenizer())
+    how = MultiTurn(tokenizer(), tools, parse)
+    sub_only = {"tools_kwargs": {"sub": {"create_kwargs": {"start": 4}}}}
+    infos = [{"index": 0}, sub_only, {"tool_selection": []}, sub_only | {"tool_selection": ["add", "sub"]}]
+    prompts = prompts_with_tools(how, infos)
+    turns = [CALL % (1, 2) + END, CALL.replace("add", "sub") % (3, 4) + END, "x" + END]
+    engine = Scripted(*[turns] * 4)
+    out = make_episodes(engine, how).generate(prompts, Sampling(600), [0] * 4)
+    shown = ["add sub", "sub", "", "add sub"]
+    for _, _, context in engine.contexts:  # of each turn
+        text = tokenizer().decode(context)
+        names = shown[next(row for row in range(4) if f"user\n{row}?" in text)]
+        assert text.startswith(f"<|im_start|>system\n{names} <|im_end|>" if names else "<|im_start|>user")
+    assert len(engine.contexts) == 12
+    texts = [[m["content"] for m in row if m["role"] == "tool"] for row in out.non_tensor_batch["messages"]]
+    assert texts[0] == texts[3] == ["3", "7"]
+    assert texts[1] == ["Error: there is no tool 'add'; the tools are: sub", "7"]
+    assert texts[2] == [f"Error: there is no tool '{name}'; this prompt has none" for name in ("add", "sub")]
+    started = [sorted(line[2] for line in tool.log if line[0] == "create") for tool in (add, sub)]
+    assert started == [[0, 0], [0, 4, 4]]
+    calls = [[tuple(call.values()) for call in row] for row in out.non_tensor_batch["tool_rewards"]]
+    assert calls == [[(1, "add", 1.0), (2, "sub", 3.0)], [(2, "sub", 3.0)], [], [(1, "add", 1.0), (2, "sub", 3.0)]]
+    metrics = reduce_metrics(agent_metrics(out))
+    assert metrics["agent/tool_rewards/add"] == 1.0 and metrics["agent/tool_rewards/sub"] == 3.0
+    assert metrics["agent/tool/add/calc_reward"] == 0.5 and metrics["agent/tool_errors/unknown_tool"] == 3
+    with pytest.raises(InputError, match="differ from the chat template's output"):  # a data set that shows all to all
+        prompts.non_tensor_batch["raw_prompt_ids"][1] = prompts.non_tensor_batch["raw_prompt_ids"][0]
+        make_episodes(engine, how).generate(prompts, Sampling(600), [0] * 4)
+
+
+def test_calls_of_a_turn_run_at_the_same_time_and_answer_in_order():
+    """Each call waits for the others, but one that fails and one that hangs."""
+
+    class Meets(Add):
+        async def execute(self, instance_id, parameters):
+            if parameters["b"] == 7:
+                raise ValueError("broken")
+            if parameters["b"] == 8:
+                await asyncio.sleep(99)
+            await barrier.wait()
+            return str(parameters["a"]), float(parameters["a"])
+
+    calls = "".join(CALL % (a, b) for a, b in ((1, 0), (2, 7), (3, 8), (4, 0), (5, 0), (6, 0)))
+    barrier = asyncio.Barrier(3)
+    out, _ = play(settings(Meets(), max_tool_calls=5, tool_timeout=2), [calls + END, "x" + END])
+    answers = [message["content"] for message in out.non_tensor_batch["messages"][0] if message["role"] == "tool"]
+    errors = [f"Error: {what}" for what in ("ValueError: broken", "no answer within 2 s")]
+    assert answers == ["1", *errors, "4", "5", "Error: only the first 5 calls of a turn are run"]
+    assert [call["reward"] for call in out.non_tensor_batch["tool_rewards"][0]] == [1, 0, 0, 4, 5, 0]
+    assert reduce_metrics(agent_metrics(out))["agent/tool_rewards/add"] == 10 / 6
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_calls_of_a_tool_with_state_run_one_after_the_other(is_async):
+    """In the order of the turn, with two tools of one state; a call that hangs does not end the order."""
+    state, running = [], []
+
+    def do(parameters):
+        running.append(1)
+        time.sleep(0.01 * (3 - len(state)))
+        state.append(parameters["a"])
+        assert len(running) == 1
+        running.pop()
+        return f"{state}"
+
+    class Later(Add):
+        in_order = True
+
+        async def execute(self, instance_id, parameters):
+            return await asyncio.to_thread(do, parameters)
+
+    class Plain(Add):
+        def execute(self, instance_id, parameters):
+            return do(parameters)
+
+    kind = Later if is_async else Plain
+    how = settings(kind())
+    how.tools["sub"] = named("sub", kind())
+    calls = CALL % (1, 0) + CALL.replace("add", "sub") % (2, 0) + CALL % (3, 0)
+    out, _ = play(how, [calls + END, "x" + END])
+    answers = [message["content"] for message in out.non_tensor_batch["messages"][0] if message["role"] == "tool"]
+    assert answers == ["[1]", "[1, 2]", "[1, 2, 3]"]
 
 
 # ---- real engines --------------------------------------------------------------------------------

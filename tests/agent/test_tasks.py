@@ -348,13 +348,18 @@ RUN += ["--micro-batch-tokens", "3000", "--save-every", "0", "--no-export-model"
 
 
 def test_a_run_on_the_embedded_tasks(tmp_path):
-    """The model cannot solve one; but a check gives 0.25 for the files as they are."""
+    """The model cannot solve one; but a check gives 0.25 for the files as they are. The rows name bash, so that their
+    prompts do not show the run's other tool."""
     rows_of.main(TASKS, tmp_path / "data")
     rows = pq.read_table(tmp_path / "data/train.parquet").to_pylist()
     assert [row["extra_info"]["task"] for row in rows] == ["count", "fix_test", "rename"]
-    flags = [*RUN, "--train-files", str(tmp_path / "data/train.parquet"), "--multi-turn.tools", f"bash:{TASKS}"]
-    ran(fork("grpo", tmp_path, *flags, "--run-name", "r"))
+    flags = [*RUN, "--train-files", str(tmp_path / "data/train.parquet"), "--multi-turn.tools"]
+    ran(fork("grpo", tmp_path, *flags, "calculator", f"bash:{TASKS}", "--run-name", "r"))
     [step] = metrics(tmp_path / "r")
+    [file] = (tmp_path / "r/rollouts").iterdir()
+    prompts = pq.read_table(file)["prompt"].to_pylist()
+    assert all("bash" in prompt and "calculator" not in prompt for prompt in prompts)
+    assert step["agent/tool/bash/calc_reward"] == pytest.approx(0.25 / 3, abs=1e-6)
     assert step["reward/mean"] == pytest.approx(0.25 / 3, abs=1e-6)  # float32
     assert step["agent/failed"] == step["agent/tool_errors/exception"] == step["agent/tool_errors/timeout"] == 0
 

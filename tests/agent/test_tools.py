@@ -784,6 +784,175 @@ def tool_file(tmp_path):
     return path
 
 
+VERL = '''
+from types import SimpleNamespace
+
+from lib.agent import BaseTool, ToolResponse
+
+class Verl(BaseTool):
+    """As one writes it for verl 0.5 and later, but for the import."""
+
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self.state = {}
+        assert self.name == tool_schema.function.name == self.tool_schema.model_dump()["function"]["name"]
+
+    async def create(self, instance_id=None, **kwargs):
+        self.state["own " + instance_id] = kwargs["create_kwargs"]["truth"]
+        return "own " + instance_id, ToolResponse()
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        right = parameters["answer"] == self.state[instance_id]
+        return ToolResponse(text=f"{right} {self.config['level']}"), 0.5, {"status": "ok", "tries": 1, "error": None}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return 2.0 if self.state[instance_id] else 0.0
+
+    async def release(self, instance_id, **kwargs):
+        del self.state[instance_id]
+
+class Older(Verl):
+    """verl 0.4: the create_kwargs one by one, a text, no reward."""
+
+    async def create(self, instance_id, truth):
+        self.state[instance_id] = truth
+        return instance_id
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        response, _, metrics = await super().execute(instance_id, parameters)
+        return response.text, None, metrics
+
+class Plain:
+    """Without a base class and async; its schema and response are objects, as verl's are."""
+
+    def __init__(self, config, tool_schema):
+        self.config, self.tool_schema, self.state = config, tool_schema, {}
+
+    def get_openai_tool_schema(self):
+        return SimpleNamespace(model_dump=lambda **kwargs: dict(self.tool_schema))
+
+    def create(self, instance_id, create_kwargs):
+        self.state[instance_id] = create_kwargs["truth"]
+
+    def execute(self, instance_id, parameters):
+        text = f"{parameters['answer'] == self.state[instance_id]} {self.config['level']}"
+        return SimpleNamespace(text=text, image=None, video=None), 0.5, {"tries": 1, "error": "none"}
+
+    def calc_reward(self, instance_id):
+        return 2.0
+
+    def release(self, instance_id):
+        del self.state[instance_id]
+
+class Alone:
+    def __init__(self, config, tool_schema):
+        self.tool_schema = tool_schema or {"function": {"name": "alone", "parameters": {}}}
+
+    def get_openai_tool_schema(self):
+        return self.tool_schema
+
+    def execute(self, instance_id, parameters):
+        return "here"
+
+class Video(Plain):
+    def execute(self, instance_id, parameters):
+        return SimpleNamespace(text="", image=None, video=[1])
+'''
+LISTED = """\
+tools:
+  - class_name: {name}
+    config: {{type: native, level: 010, limit: null}}
+    tool_schema:
+      type: function
+      function:
+        name: check
+        description: Checks an answer.
+        parameters:
+          type: object
+          properties:
+            answer: {{type: string, description: "What, if not a number.", enum: ["1", "no"]}}
+            more: {{type: array, items: {{type: array, items: {{type: [integer, number]}}}}}}
+          required: [answer]
+"""
+
+
+@pytest.fixture
+def verl_file(tmp_path, monkeypatch):
+    (tmp_path / "verl_like.py").write_text(VERL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "tools.yaml"
+    sys.modules.pop("verl_like", None)
+
+
+@pytest.mark.parametrize("name", ["verl_like.Verl", "verl_like.py:Verl", "verl_like.Older", "verl_like.Plain"])
+def test_tools_of_verl(verl_file, name):
+    verl_file.write_text(LISTED.format(name=name))
+    tools = load_tools((str(verl_file), "calculator"))
+    tool, schema = tools["check"], tools["check"].get_openai_tool_schema()
+    assert list(tools) == ["check", "calculator"] and tool.in_order == ("Plain" in name)
+    properties = schema["function"]["parameters"]["properties"]
+    assert properties["answer"]["enum"] == ["1", "no"] and properties["more"]["items"]["items"]["type"][0] == "integer"
+
+    async def episode():
+        await tool.create("e", truth="no")
+        calls = [ToolCall("check", {"answer": answer}) for answer in ("no", "1", "2")]
+        results = [await run_tool_call(tools, call, "e", LIMITS) for call in calls]
+        reward = await tool.calc_reward("e")
+        await tool.release("e")
+        return results, reward
+
+    (right, wrong, refused), final = asyncio.run(episode())
+    assert (right.text, wrong.text, refused.error_kind) == ("True 8", "False 8", "wrong_arguments")
+    assert right.metrics == {"tries": 1} and right.reward == (0 if "Older" in name else 0.5) and final == 2
+    assert tool.tool.state == {}
+
+
+def test_a_verl_class_without_a_file_that_lists_it(verl_file):
+    tools = load_tools(("verl_like.py:Alone",))
+    assert answer(tools["alone"]).text == "here"
+    with pytest.raises(InputError, match=r"its constructor raises .*; a YAML file gives it config and tool_schema"):
+        load_tools(("verl_like.py:Verl",))
+    verl_file.write_text(LISTED.format(name="verl_like.Video"))
+    tool = load_tools((str(verl_file),))["check"]
+    assert "returned a video" in answer(tool, {"answer": "no"}).text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tools:": "tool:"}, "write `tools:` and a list"),
+        ({"  - class_name": "    class_name"}, "write `tools:` and a list"),
+        ({"    config:": "    confg:"}, "line 2: write `tools:` and a list of class_name, config"),
+        ({"    config:": "    class_name:"}, "line 3: class_name is there twice"),
+        ({"verl_like.Verl": "[1]"}, "line 2: class_name must be a text"),
+        ({"verl_like.Verl": "Verl"}, "line 2: class_name 'Verl': give module.Class"),
+        ({"verl_like.Verl": "verl_like.Nobody"}, "line 2: class_name verl_like.Nobody: verl_like has no 'Nobody'"),
+        ({"verl_like.Verl": "verl.tools.gsm8k_tool.Gsm8kTool"}, "ModuleNotFoundError: No module named 'verl'"),
+        ({"verl_like.Verl": "os.path"}, "neither a function nor a class"),
+        ({"type: native": "type: mcp"}, "config.type mcp: only native; an MCP server is"),
+        ({"level: 010": 'key: "${oc.env:KEY}"'}, "line 3: .* OmegaConf"),
+        ({"level: 010": "level: !!python/name:os.system"}, r"line 3: a tag \(!\)"),
+        ({"level: 010": "level: 2024-13-45"}, "line 3: month must be"),
+        ({"level: 010": f"level: {'9' * 5000}"}, "line 3: Exceeds the limit"),
+        ({"config: {type": "config: [{type", "null}": "null}]"}, "config and tool_schema mappings"),
+        ({"type: object": "type: text"}, "'text' is not valid"),
+        ({"        name: check\n": ""}, "its constructor raises AttributeError: name"),
+        ({"items: {type: array": "items: " + "{items: " * 20 + "{type: array"}, "nested too deeply"),
+        ({"tools:": "tools: ["}, "line 2: "),
+    ],
+)
+def test_a_file_of_tools_that_cannot_be_read_is_one_line(verl_file, change, words):
+    text = LISTED.format(name="verl_like.Verl")
+    for old, new in change.items():
+        assert old in text
+        text = text.replace(old, new)
+    verl_file.write_text(text)
+    with pytest.raises(InputError, match=f"^--multi-turn.tools {verl_file}.*({words})") as caught:
+        load_tools((str(verl_file),))
+    assert "\n" not in str(caught.value)
+
+
 def test_tools_of_a_file_share_it(tool_file):
     tools = load_tools((f"{tool_file}:remember", f"{tool_file}:Recall", "calculator"))
     assert list(tools) == ["remember", "recall", "calculator"]

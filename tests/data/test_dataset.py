@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,56 @@ def test_the_first_kept_row_without_a_ground_truth_is_named(tmp_path, tokenizer,
     files.append(write_jsonl(tmp_path / "c.jsonl", [model, make_row("e") | {"reward_model": None}, absent]))
     dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
     assert dataset.without_ground_truth == f"{tmp_path / 'c.jsonl'} row 1"
+
+
+# ---- tools ----
+
+SHOWS_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + TEMPLATE
+TOOLS = {"tools": [{"type": "function", "function": {"name": name}} for name in ("add", "find", "a" * 20)]}
+FIND = {"find": {"create_kwargs": {"at": 1}}}
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_row_shows_the_tools_that_it_names(tmp_path, write, num_proc):
+    """Also where the length is counted. A null is what Arrow writes for a name that other rows have."""
+    infos = [{}, {"tools_kwargs": FIND}, {"tools_kwargs": {"add": {"create_kwargs": {"at": 2}}, "find": None}}]
+    infos += [{"tool_selection": []}, {"tool_selection": ["find", "add"], "tools_kwargs": FIND}]
+    infos += [{"tool_selection": None, "need_tools_kwargs": True}, {"tools_kwargs": FIND, "need_tools_kwargs": True}]
+    file = write(tmp_path / f"a.{'jsonl' if write is write_jsonl else 'parquet'}", [make_row("q", **i) for i in infos])
+    load = {"chat_template_kwargs": TOOLS, "num_proc": num_proc}
+    data = RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, **load)
+    shown = [data.tokenizer.decode(row["raw_prompt_ids"]).partition("<")[0] for row in (data[i] for i in range(7))]
+    every = f"[add][find][{'a' * 20}]"
+    assert shown == [every, "[find]", "[add]", "", "[add][find]", every, "[find]"]
+    assert data.without_tools_kwargs == f"{file} row 5" and data[1]["tools_kwargs"] == FIND
+    short = RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=34, **load)
+    assert short.kept.tolist() == [1, 2, 3, 4, 6] and short.without_tools_kwargs is None
+    plain = RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99)  # a run without tools
+    assert not any(plain.tokenizer.decode(plain[i]["raw_prompt_ids"]).startswith("[") for i in range(7))
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"tools_kwargs": {"gone": {}}}, "there is no tool 'gone'; --multi-turn.tools has add, find, aaa"),
+        ({"tool_selection": ["add", "x\n" * 99]}, r"there is no tool 'x\\nx"),
+        ({"tool_selection": [{}]}, "there is no tool '{}'"),
+        ({"tool_selection": "add"}, "tool_selection 'add': write a list"),
+        ({"tool_selection": [], "tools_kwargs": {"gone": {}}}, "there is no tool 'gone'"),
+        ({"tools_kwargs": ["add"]}, "write {tool: "),
+        ({"tools_kwargs": "add\n" * 99}, "write {tool: "),
+        ({"tools_kwargs": {"add": [1]}}, "write {tool: "),
+        ({"tools_kwargs": {"add": {"create_kwargs": "a"}}}, "write {tool: "),
+    ],
+)
+def test_what_names_no_tools_is_one_line(tmp_path, info, words):
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("q"), make_row("q", 7, **info)])
+    with pytest.raises(InputError) as caught:
+        RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, chat_template_kwargs=TOOLS)
+    message = str(caught.value)
+    assert message.startswith(f"{file} row 1 (index 7): ") and re.search(words, message)
+    assert "\n" not in message and len(message) < 400
 
 
 # ---- too long ----

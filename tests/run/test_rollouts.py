@@ -118,6 +118,7 @@ def test_every_column_is_what_the_step_had(recorded):
         of_batch = {name: name for name in ("rollout_log_probs", "old_log_probs", "advantages", "values")}
         for name, key in (of_batch | {"ref_log_probs": "ref_log_prob", "weight_versions": "weight_versions"}).items():
             assert row[name] == (t[key][own].tolist() if key in t else None), name
+        assert row["tool_rewards"] == columns.get("tool_rewards")
         if last_pass:
             for name, value in zip(("log_probs", "entropy"), last_pass[i]):
                 assert row[name] == value[own].tolist()
@@ -159,12 +160,14 @@ def test_episodes_have_turns(recorded):
     case, run, _ = recorded
     for row in read(run):
         if case != "grpo, several turns":
-            assert row["turns"] is None
+            assert row["turns"] is row["tool_rewards"] is None
             continue
+        assert {call["tool"] for call in row["tool_rewards"]} <= {"calculator"}
         assert "".join(turn["text"] for turn in row["turns"]) == row["response"]
         assert sum(turn["tokens"] for turn in row["turns"]) == len(row["response_ids"])
         by_policy = [turn["by"] == "policy" for turn in row["turns"] for _ in range(turn["tokens"])]
         assert by_policy == row["response_mask"] or not any(row["response_mask"])
+    assert any(row["tool_rewards"] for row in read(run)) == (case == "grpo, several turns")
 
 
 # ---- the text of each token ----------------------------------------------------------------------

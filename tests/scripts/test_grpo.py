@@ -571,13 +571,14 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(tmp_path):
 
 def test_a_special_token_in_a_prompt_is_text_and_is_counted(tmp_path):
     prompt = [{"role": "user", "content": "1+2<|im_end|>\n<|im_start|>assistant\n="}]
-    rows = write(tmp_path / "a.jsonl", ROW, ROW | {"prompt": prompt})
-    args = ["--train-files", rows, "--val-files", rows, "--max-prompt-length", "64", "--dry-run", "1"]
-    assert (
-        "training prompts: 2 (prompt_too_long 0, special_tokens_as_text 1)" in ran(fork("grpo", tmp_path, *args)).stdout
-    )
+    needs = {"extra_info": {"need_tools_kwargs": True}}  # said too
+    rows = write(tmp_path / "a.jsonl", ROW, ROW | {"prompt": prompt} | needs, ROW | needs)
+    args = ["--train-files", rows, "--val-files", "none", "--max-prompt-length", "64", "--dry-run", "1"]
+    said = ran(fork("grpo", tmp_path, *args)).stdout
+    assert "training prompts: 3 (prompt_too_long 0, special_tokens_as_text 1)" in said
+    assert said.count(f"note: {rows} row 1: need_tools_kwargs is true, and there are no tools_kwargs\n") == 1
     allowed = ran(fork("grpo", tmp_path, *args, "--allow-special-tokens")).stdout
-    assert "training prompts: 2 (prompt_too_long 0)" in allowed
+    assert "training prompts: 3 (prompt_too_long 0)" in allowed
 
 
 def test_the_header_names_model_data_and_what_trains_nothing(tmp_path):
