@@ -167,7 +167,7 @@ def test_lora_needs_no_correction_where_the_engine_gets_the_adapter():
     assert ways == {"auto": {"level": "token", "bounds": (0, 2)}, "adapter": {}, "merged": ways["auto"]}
     decoupled = parse_flags(grpo.Args, [*flags, "merged", "--loss", "decoupled"])
     assert setup.check_algorithm(decoupled, torch.device("cpu")) == {}  # the loss has the weight already
-    for wrong in (["--lora-rank", "4"], ["--rollout-engine", "vllm"]):
+    for wrong in (["--lora-rank", "4", "--rollout-engine", "hf"], ["--rollout-engine", "vllm"]):
         with pytest.raises(InputError, match="--lora-sync has no effect"):
             parse_flags(grpo.Args, [*wrong, "--lora-sync", "adapter"]).check()
 
