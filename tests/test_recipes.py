@@ -28,7 +28,9 @@ from tests.test_docs import FLAG, METRIC, OF_TOOLS, SCRIPTS, anchors, flags_of
 FOLDER = ROOT / "docs/recipes"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
 COMMAND = re.compile(
-    r"^(?:GPUS=(\d+) )?(?:launch/one_node\.sh|python) (grpo|ppo|remax|dapo)\.py (?:--config \S+ )?(.+)$", re.M
+    r"^(?:accelerate launch --config_file launch/accelerate_(\d+)\.yaml|python) (grpo|ppo|remax|dapo)\.py "
+    r"(?:--config \S+ )?(.+)$",
+    re.M,
 )
 DATA = re.compile(r"^python data/(\w+)\.py (.+)$", re.M)
 FIGURES = re.compile(r"(?<=```\n)GiB a GPU.*?(?=```)", re.S)
