@@ -7,6 +7,7 @@ from lib.rollout.engine import Generated, RolloutEngine, SteppedEngine, request_
 from lib.rollout.engine import add_responses, concat_rows, fit_columns, truncated_rows
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.replay import NoRecorder, Recorder, Replayer, check_recorded, forget_after
-from lib.rollout.stream import Rollouts, check_capabilities, check_engine_import, engine_class, make_engine, vllm_refuses
+from lib.rollout.stream import Rollouts, check_capabilities, check_engine_import, engine_class, make_engine
+from lib.rollout.stream import vllm_refuses
 from lib.rollout.weight_sync import WeightSyncError, check_mismatch, sync_weights, weight_checksum
 from lib.sampling import Sampling

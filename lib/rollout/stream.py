@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from lib import InputError
 from lib.args import Sizes
@@ -128,7 +134,7 @@ def vllm_refuses(config: PreTrainedConfig, device: str) -> str:
     try:
         from vllm import ModelRegistry
         from vllm.platforms import current_platform
-    except (ImportError, OSError, RuntimeError) as error:  # also a library of another CUDA, or of another torch
+    except (ImportError, OSError, RuntimeError) as error:  # a library of another driver or torch
         return f"vLLM cannot be imported ({shorten(str(error), 200, placeholder=' ...')})"
     if current_platform.device_type != device:
         return f"the installed vLLM is for {current_platform.device_type or 'no device'}, not for {device}"

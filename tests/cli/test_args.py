@@ -392,7 +392,7 @@ def test_rollout_gpus_make_the_engine_vllm(monkeypatch):
     words = ["--rollout-gpus", "2", "--rollout-engine"]
     assert parse_flags(grpo.Args, [*words, "auto"]).rollout.engine == "vllm"
     parse_flags(grpo.Args, [*words, "vllm"])
-    with pytest.raises(InputError, match="--rollout-gpus 2 runs vLLM .*, --rollout-engine hf is another engine: drop"):
+    with pytest.raises(InputError, match=r"--rollout-gpus 2 runs vLLM .*, --rollout-engine hf is another engine: drop"):
         parse_flags(grpo.Args, [*words, "hf"])
 
 

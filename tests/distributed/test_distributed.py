@@ -109,18 +109,18 @@ FSDP2 = "models are always sharded by torch's FSDP2"
 UNUSED = "accelerate starts the processes only, its other settings are not used"
 SETTINGS = {  # the arguments of `accelerate launch`: what is said of them
     "": "",
-    "--mixed_precision bf16 --dynamo_backend inductor": (
+    "mixed_precision bf16, dynamo_backend inductor": (
         "mixed_precision bf16 (give --compute-dtype bfloat16), dynamo_backend INDUCTOR (give --compile)"
     ),
-    "--mixed_precision fp16 --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_offload_params true "
-    "--fsdp_activation_checkpointing true --use_parallelism_config --parallelism_config_tp_size 2": (
+    "mixed_precision fp16, num_processes 2, use_fsdp, fsdp_version 2, fsdp_offload_params true, "
+    "fsdp_activation_checkpointing true, use_parallelism_config, parallelism_config_tp_size 2": (
         f"mixed_precision fp16 (give --compute-dtype float16), use_fsdp true ({FSDP2}), fsdp_offload_params true "
         "(give --cpu-offload actor), fsdp_activation_checkpointing true (give --gradient-checkpointing), "
         "parallelism_config_tp_size 2 (give --tensor-parallel-size)"
     ),
-    "--num_processes 2 --use_megatron_lm": "use_megatron_lm true (give --tensor-parallel-size)",
-    "--use_deepspeed --zero_stage 3 --gradient_accumulation_steps 4 --gradient_clipping 0.5 "
-    "--offload_param_device none --offload_optimizer_device cpu": (
+    "num_processes 2, use_megatron_lm": "use_megatron_lm true (give --tensor-parallel-size)",
+    "use_deepspeed, zero_stage 3, gradient_accumulation_steps 4, gradient_clipping 0.5, "
+    "offload_param_device none, offload_optimizer_device cpu": (
         f"use_deepspeed true ({FSDP2}), deepspeed_offload_optimizer_device cpu (give --cpu-offload actor), "
         "gradient_accumulation_steps 4 (give --micro-batch-tokens), gradient_clipping 0.5 (give --max-grad-norm)"
     ),
@@ -133,7 +133,8 @@ def test_settings_of_accelerate_that_nothing_reads_are_named_with_our_flags(argu
     DeepSpeed installed its launcher ends in an ImportError: grpo.py does not start."""
     monkeypatch.delenv("KMP_AFFINITY", raising=False)
     write_basic_config(save_location=str(tmp_path / "default_config.yaml"))
-    words = ["--config_file", str(tmp_path / "default_config.yaml"), *arguments.split(), "grpo.py"]
+    options = f"--{arguments}".replace(", ", " --").split() if arguments else []
+    words = ["--config_file", str(tmp_path / "default_config.yaml"), *options, "grpo.py"]
     args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     args.deepspeed_fields_from_accelerate_config = ""  # as its deepspeed_launcher does
     if args.use_deepspeed:

@@ -1,5 +1,4 @@
-"""Which engine --rollout-engine auto is. An engine of the user's own, --rollout-engine path/to/file.py:Class: it trains,
-and mistakes are one line."""
+"""--rollout-engine auto, and an engine of the user's own, path/to/file.py:Class: it trains, mistakes are one line."""
 
 import json
 import math
