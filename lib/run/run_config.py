@@ -100,7 +100,7 @@ def _named_files(args: DataclassInstance) -> dict[str, Any]:
     return {name: value for name, value, marks in _chosen(args) if Names.FILES in marks}
 
 
-def _chosen(args: DataclassInstance) -> Iterator[tuple[str, Any, tuple]]:
+def _chosen(args: Any) -> Iterator[tuple[str, Any, tuple]]:
     """What `walk` yields, with the engine that --rollout-engine auto has become."""
     for name, value, marks in walk(args):
         yield name, args.rollout.engine if name == "rollout_engine" else value, marks
