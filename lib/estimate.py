@@ -323,10 +323,8 @@ def describe_plan(args: ScriptArgs, gpu: Gpu, traced: Traced | None = None) -> s
 def plan_splits(args: ScriptArgs, gpu: Gpu, lengths: np.ndarray, traced: Traced | None = None) -> list[Split]:
     """Of the --dry-run GPUs: all sample and train, or the last ones sample, at each --async-level. Engines have the
     size that is fastest at level 1, or another one (within 2 %, the smallest). Raises InputError if there is none."""
-    if args.rollout.rollout_engine not in ("hf", "vllm"):
-        raise InputError(
-            f"--plan compares vLLM engines of this job, not --rollout-engine {args.rollout.rollout_engine}"
-        )
+    if args.rollout.engine not in ("hf", "vllm"):
+        raise InputError(f"--plan compares vLLM engines of this job, not --rollout-engine {args.rollout.engine}")
     policy, gpus, splits = DecoderCosts.of(args), args.run.dry_run, []
     flops = [mean_flops(args, lengths, level) for level in (0, 1)]  # asynchronous rollouts are corrected for
     training = [n for n in range(1, gpus) if args.prompts_per_step % (n * args.num_mini_batches) == 0]
@@ -355,7 +353,8 @@ def with_split(args: ScriptArgs, rollout_gpus: int, engine_gpus: int, level: int
     """The flags with this split. Raises InputError if they are not valid."""
     changed = copy.deepcopy(args)
     rollout = changed.rollout
-    rollout.rollout_engine, rollout.rollout_gpus = "vllm", rollout_gpus
+    rollout.rollout_gpus = rollout_gpus
+    rollout.rollout_engine = args.rollout.rollout_engine if rollout.starts_vllm else "vllm"
     rollout.rollout_tensor_parallel_size, rollout.async_level = engine_gpus, level
     if rollout.gpu_memory_utilization and bool(rollout_gpus) != bool(args.rollout.rollout_gpus):
         rollout.gpu_memory_utilization = 0.9 if rollout_gpus else 0.4  # the defaults: it was meant for the other one

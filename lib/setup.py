@@ -18,7 +18,7 @@ from lib import InputError, core_algos, is_first_on_node
 from lib import model as models
 from lib.args import DataArgs, ModelArgs, OptimizerArgs, Reads, ScriptArgs, ShardArgs, Sizes, check_read, engine_rows
 from lib.args.groups import columns_of
-from lib.cli.flags import non_default, parse_json, with_line_breaks
+from lib.cli.flags import check_flags, non_default, parse_json, with_line_breaks
 from lib.columns import COLUMNS
 from lib.data import (
     PromptDataset,
@@ -34,6 +34,7 @@ from lib.data import (
 from lib.data.vision import Vision
 from lib.distributed import (
     World,
+    accelerator,
     has_flash_attention,
     init_distributed,
     make_mesh,
@@ -51,10 +52,11 @@ from lib.rollout import (
     check_engine_import,
     engine_class,
     make_engine,
+    vllm_refuses,
 )
 from lib.run import Run, Validation
 from lib.run.goals import check_names
-from lib.run.run_config import describe_start
+from lib.run.run_config import describe_start, read_json
 from lib.sandbox import accept as accept_sandbox
 from lib.seeds import set_seed
 
@@ -71,17 +73,40 @@ def join(args: ScriptArgs) -> World:
     """Joins the job (init_distributed), whose ranks must have the same flags, code and files. An engine rank of
     --rollout-gpus does not come back: it runs its vLLM server until the job is over."""
     set_seed(args.run.seed)  # the same on all ranks: a dataset class may draw which rows it keeps
-    rollout = args.rollout
+    rollout, device = args.rollout, accelerator() or torch.device("cpu")
+    if rollout.batch_invariant and not args.run.dry_run:
+        use_batch_invariant_kernels(device)
+    why = choose_engine(args, device) if rollout.rollout_engine == "auto" else ""
     engine_ranks = 0 if args.run.dry_run else rollout.rollout_gpus
     describe = partial(describe_start, args, Path(sys.argv[0]))
     world = init_distributed(args.run.stage_timeout, rollout.rollout_engine, engine_ranks, describe)
-    if rollout.batch_invariant and not args.run.dry_run:
-        use_batch_invariant_kernels(world.device)
+    if why:
+        if world.rank == 0:
+            print(f"--rollout-engine auto: {rollout.engine}, {why}", flush=True)
+        check_flags(args)  # with this engine
     if world.rank >= world.size:
         from lib.rollout.managed_servers import serve
 
         serve(world, rollout.rollout_tensor_parallel_size)
     return world
+
+
+def choose_engine(args: ScriptArgs, device: torch.device) -> str:
+    """Sets what --rollout-engine auto is here. Returns why. A replay has the engine of the recorded run, which decides
+    whether there is a rollout correction. Without a GPU, --dry-run assumes one."""
+    model, run, rollout = args.model, args.run, args.rollout
+    if rollout.rollout_gpus:
+        rollout.auto_engine, why = "vllm", "which --rollout-gpus needs"
+    elif run.replay:
+        recorded = (read_json(Path(run.replay, "config.json")) or {}).get("effective", {}).get("rollout_engine")
+        rollout.auto_engine, why = recorded if recorded == "vllm" else "hf", "as recorded"
+    elif device.type == "cpu":
+        assumed = "if the GPUs have it and it knows the model"
+        rollout.auto_engine, why = ("vllm", assumed) if run.dry_run else ("hf", "because this machine has no GPU")
+    else:
+        refused = vllm_refuses(models.config_of(model.model, "--model", model.trust_remote_code), device.type)
+        rollout.auto_engine, why = ("hf", f"because {refused}") if refused else ("vllm", "which knows the model")
+    return why
 
 
 def use_batch_invariant_kernels(device: torch.device) -> None:
@@ -129,7 +154,7 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
     core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
     core_algos.check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
-    merged = args.model.lora_rank > 0 and not engine_class(args.rollout.rollout_engine).shares_weights
+    merged = args.model.lora_rank > 0 and not engine_class(args.rollout.engine).shares_weights
     merged &= args.rollout.lora_sync != "adapter"
     # the engine gets W + dW, which 16 bits may round to W
     rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
@@ -190,6 +215,7 @@ def effective_settings(
     trust = {"trust_remote_code": model.trust_remote_code}
     name = str(dtype).removeprefix("torch.")
     settings: dict[str, Any] = {
+        "rollout_engine": args.rollout.engine,
         "compute_dtype": name,
         "attn_implementation": get_attention(model.attn_implementation, dtype, device, model.model, **trust),
         "old_log_probs": "rollout" if args.old_log_probs == "rollout" else "recompute" if needed else "not needed",
@@ -236,8 +262,9 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     vllm_kwargs = parse_json("vllm_kwargs", args.rollout.vllm_kwargs)
-    engine = args.rollout.rollout_engine
-    if not args.run.replay and (vllm_kwargs or not args.rollout.rollout_gpus):  # else only engine ranks need vLLM
+    engine = args.rollout.engine
+    known = args.rollout.auto_engine or args.rollout.rollout_gpus  # that it imports; only engine ranks need vLLM
+    if not args.run.replay and (vllm_kwargs or not known):
         check_engine_import(engine, vllm_kwargs)
     for path in (model.model, args.critic_model, reward.reward_model):
         local_copy(path or "", weights=False)  # here, as one rank alone estimates the memory of a step
@@ -511,7 +538,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
     if args.model.routing_replay == "R3" and rollout.starts_vllm:
         vllm_kwargs["enable_return_routed_experts"] = True
     engine = make_engine(
-        "hf" if run.recorder.replays else rollout.rollout_engine,
+        "hf" if run.recorder.replays else rollout.engine,
         actor.module,
         inputs.tokenizer,
         processor=inputs.vision and inputs.vision.processor,

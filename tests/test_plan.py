@@ -336,7 +336,7 @@ def test_suggested_flags_are_valid(script):
         pasted = parse_flags(type(args), [*own, *found.flags.split()])
         assert (pasted.rollout.rollout_gpus, pasted.rollout.async_level) == (found.rollout_gpus, found.level)
         assert training_ranks(pasted) == found.trainers and step_sizes(pasted, found.trainers)
-        assert pasted.rollout.rollout_engine == "vllm"
+        assert pasted.rollout.engine == "vllm"
 
 
 def test_with_a_trace_training_is_as_fast_as_its_roofline():

@@ -23,12 +23,14 @@ from lib.cli.flags import parse_flags
 from lib.estimate import H100, describe_needs, memory_of
 from lib.model.memory import GIB, worst_moment
 from tests.common import ROOT, fork, metrics, ran, save_tiny
-from tests.test_docs import FLAG, METRIC, OF_TOOLS, SCRIPTS, anchors, flags_of
+from tests.test_docs import FLAG, LAUNCHERS, METRIC, OF_TOOLS, SCRIPTS, anchors, flags_of
 
 FOLDER = ROOT / "docs/recipes"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
 COMMAND = re.compile(
-    r"^(?:GPUS=(\d+) )?(?:launch/one_node\.sh|python) (grpo|ppo|remax|dapo)\.py (?:--config \S+ )?(.+)$", re.M
+    r"^(?:accelerate launch --config_file launch/accelerate_(\d+)\.yaml|python) (grpo|ppo|remax|dapo)\.py "
+    r"(?:--config \S+ )?(.+)$",
+    re.M,
 )
 DATA = re.compile(r"^python data/(\w+)\.py (.+)$", re.M)
 FIGURES = re.compile(r"(?<=```\n)GiB a GPU.*?(?=```)", re.S)
@@ -258,7 +260,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_flags_exist(page):
-    known = OF_TOOLS | {"--out", "--sets", "--form", "--max-tests"}  # of data/
+    known = OF_TOOLS | LAUNCHERS | {"--out", "--sets", "--form", "--max-tests"}  # of data/
     known |= {flag for script in SCRIPTS for flag in flags_of(script)}
     assert set(FLAG.findall(page.read_text())) - known == set()
 

@@ -515,8 +515,8 @@ def identify(batch: Batch, recorded: Tensor, gap: Gap, notes: list[str]) -> Sett
 
     engine = batch.engine
     own = batch.args.rollout
-    if engine.kernels == "hf" and own.rollout_engine != "hf":
-        notes.append(f"--rollout-engine {own.rollout_engine} cannot run here: its kernels are those of hf instead")
+    if engine.kernels == "hf" and own.engine != "hf":
+        notes.append(f"--rollout-engine {own.engine} cannot run here: its kernels are those of hf instead")
     if own.on_servers and engine.kernels == "vllm":
         notes.append("the servers are not asked: vLLM in this process computes in their place")
     now = left(engine)
@@ -574,6 +574,8 @@ def measure(args: Args) -> Report:
     else:
         more += ["--replay", "", "--num-mini-batches", "1"]
         more += ["--prompts-per-step", str(max(1, args.rows // max(1, int(config.get("group_size", 1)))))]
+    if engine := config.get("effective", {}).get("rollout_engine"):
+        more += ["--rollout-engine", engine]  # auto was chosen on the run's machine
     with tempfile.TemporaryDirectory() as folder:
         quiet = ["--output-dir", folder, "--run-name", "mismatch", "--val-files", "none", "--save-every", "0"]
         quiet += ["--no-export-model", "--save-rollouts", "0", "--stage-timeout", "0", "--val-every", "0", "--track"]

@@ -116,7 +116,8 @@ def _check_models_and_files(args: ScriptArgs) -> None:
 def _check_sampling(args: ScriptArgs) -> None:
     if (sampling := args.data.prompt_sampling) != "uniform" and args.group_size == 1:
         raise InputError(f"--prompt-sampling {sampling} compares the responses to a prompt: it needs --group-size 2")
-    if args.rollout.starts_vllm and not args.run.replay and importlib.util.find_spec("vllm") is None:
+    asked = args.rollout.starts_vllm and not args.rollout.auto_engine
+    if asked and not args.run.replay and importlib.util.find_spec("vllm") is None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     for choice in Reads(args).needs_pass() if args.old_log_probs == "rollout" else ():
         raise InputError(f"--old-log-probs rollout spares the forward pass that {choice} needs: drop one")
@@ -192,7 +193,7 @@ def _check_parallel(args: ScriptArgs) -> None:
         if size > 1 and not packed:
             raise InputError(f"{as_flag(name)} {size}: needs --padding-free, and packed_sdpa or varlen attention")
     without_tensor_parallel = {
-        "--rollout-engine hf": args.rollout.rollout_engine == "hf",
+        "--rollout-engine hf": args.rollout.allowed_engine == "hf",
         "--lora-rank": args.model.lora_rank > 0,
         "--dp-replicate-size": args.shard.dp_replicate_size > 1,
         "--sequence-parallel-size": args.shard.sequence_parallel_size > 1,

@@ -177,9 +177,10 @@ class DataArgs(Group):
 class RolloutArgs(Group):
     """How responses are sampled."""
 
-    rollout_engine: Annotated[str, FILES] = "hf"
-    """hf: the trainer's own model; vllm: a vLLM engine in each process; http://host:port: a vLLM server that already
-    runs (several: separate them by commas); path/to/file.py:Class: your own engine"""
+    rollout_engine: Annotated[str, FILES] = "auto"
+    """hf: the trainer's own model; vllm: a vLLM engine in each process; auto: vllm on a GPU where it can sample the
+    model, else hf; http://host:port: a vLLM server that already runs (several: separate them by commas);
+    path/to/file.py:Class: your own engine"""
     rollout_gpus: Annotated[int, Ge(0), MAY_CHANGE] = 0
     """the last so many of the launcher's processes run vLLM servers for the others, and do not train"""
     rollout_tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
@@ -229,24 +230,36 @@ class RolloutArgs(Group):
     r"""strings that end a response (\n is a line break); the tokens that complete one are trained like the others"""
 
     def check(self) -> None:
-        if self.rollout_gpus and self.rollout_engine not in ("hf", "vllm"):
+        if self.rollout_gpus and self.rollout_engine not in ("auto", "vllm"):
             ours, other = f"--rollout-gpus {self.rollout_gpus}", f"--rollout-engine {self.rollout_engine}"
-            raise InputError(f"{ours} runs vLLM servers of this job's own, {other} names others: drop one")
-        if self.rollout_gpus:
-            self.rollout_engine = "vllm"
-        check_engine(self.rollout_engine, self.rollout_tensor_parallel_size)
+            raise InputError(f"{ours} runs vLLM servers of this job's own, {other} is another engine: drop one")
+        check_engine(self.allowed_engine, self.rollout_tensor_parallel_size)
         if "" in self.stop:
             raise InputError("--stop '': an empty string would end every response; give a text, or drop --stop")
         parse_json("vllm_kwargs", self.vllm_kwargs)
-        if self.batch_invariant and not self.starts_vllm:
+        if self.batch_invariant and self.allowed_engine != "vllm":
             other = "a server is started with VLLM_BATCH_INVARIANT=1" if self.on_servers else "the kernels are vLLM's"
-            raise InputError(f"--batch-invariant with --rollout-engine {self.rollout_engine}: {other}: drop the flag")
+            raise InputError(f"--batch-invariant with --rollout-engine {self.engine}: {other}: drop the flag")
         if self.async_level and not self.on_servers:
             raise InputError(
                 f"--async-level {self.async_level} needs --rollout-gpus or --rollout-engine http://host:port"
             )
         if self.async_order == "finished" and self.async_level < 2:
             raise InputError("--async-order finished: needs --async-level 2 or more, of which slow groups get one")
+
+    auto_engine = ""  # no flag: what auto is here; lib.setup.join chooses it
+
+    @property
+    def engine(self) -> str:
+        """rollout_engine, or what auto stands for: hf until lib.setup.join has chosen."""
+        if self.rollout_engine != "auto":
+            return self.rollout_engine
+        return "vllm" if self.rollout_gpus else self.auto_engine or "hf"
+
+    @property
+    def allowed_engine(self) -> str:
+        """The engine that flags are checked against: vllm, which takes the most, while auto is not chosen yet."""
+        return "vllm" if self.rollout_engine == "auto" and not self.auto_engine else self.engine
 
     @property
     def on_servers(self) -> bool:
@@ -256,7 +269,7 @@ class RolloutArgs(Group):
     @property
     def starts_vllm(self) -> bool:
         """Whether this job starts vLLM, in the processes that train or with --rollout-gpus."""
-        return self.rollout_engine == "vllm"
+        return self.engine == "vllm"
 
     def sampling(self) -> Sampling:
         given = {field.name: getattr(self, field.name) for field in fields(Sampling)}
@@ -540,7 +553,7 @@ def check_engine(name: str, ranks: int) -> None:
         raise InputError(f"--rollout-tensor-parallel-size {ranks} splits a vLLM engine: {needs}")
     urls = all(url.startswith(("http://", "https://")) for url in name.split(","))
     if not (name in ("hf", "vllm") or urls or ".py:" in name):
-        known = "hf, vllm, the URL of a vLLM server (http://host:port) or path/to/file.py:Class, your own engine"
+        known = "auto, hf, vllm, the URL of a vLLM server (http://host:port) or path/to/file.py:Class, your own engine"
         raise InputError(f"--rollout-engine {name}: must be {known}")
 
 

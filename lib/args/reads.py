@@ -150,6 +150,7 @@ class Reads:
         updates, off_policy = args.num_mini_batches * args.update_epochs, args.old_log_probs == "rollout"
         ratio = updates > 1 or off_policy or args.zero_variance == "refill"  # whose leftovers are of older weights
         known = {"vision": True, "correction": args.rollout_correction.settings(), "ratio": ratio}
+        known["rollout_engine"] = args.rollout.allowed_engine
         self._values = flags | known | facts
         self._read: dict[str, bool] = {}
 

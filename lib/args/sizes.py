@@ -29,7 +29,7 @@ def training_ranks(args: ScriptArgs) -> int:
     """The ranks that train, of this job or of the one that --dry-run asks about. Raises InputError if there is none."""
     ranks, engines = args.run.dry_run or launched_ranks(), args.rollout.rollout_gpus
     if engines and ranks == 1 and not args.run.dry_run:
-        why = "this is one process, and it trains: start several by torchrun (docs/scaling.md)"
+        why = "this is one process, and it trains: start several by accelerate launch (docs/scaling.md)"
         raise InputError(f"--rollout-gpus {engines}: {why}")
     if engines >= ranks:
         raise InputError(f"--rollout-gpus {engines}: of {ranks} ranks at least one must train: at most {ranks - 1}")

@@ -194,13 +194,10 @@ def parse_flags(args_class: type[T], words: list[str]) -> T:
             raise InputError(_mistake(said.getvalue(), _defaults(args_class))) from None
         raise
     typed, of_preset = _names(words), _names(preset) - _names(own)
-    typed_values = {name: value for name, value, _ in walk(args) if as_flag(name) in typed}
+    named = {name for name, *_ in walk(args) if as_flag(name) in typed}
     changed = {name for name in changed_flags(args) if as_flag(name) not in of_preset}
-    vars(args).update(given=changed | typed_values.keys(), preset_note=note)
+    vars(args).update(given=changed | named, preset_note=note)
     check_flags(args)
-    for name, value, _ in walk(args):
-        if value != (given := typed_values.get(name, value)):
-            raise InputError(f"{as_flag(name)} {given}: the other flags make it {value}: drop it")
     return args
 
 

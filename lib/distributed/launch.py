@@ -37,6 +37,24 @@ from lib.distributed.watchdog import current_stage, enter_stage, start_watching,
 T = TypeVar("T")
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files
 MOST_NAMED = 4  # ranks, and differences between their starts, in one line
+SHARDS = "models are always sharded by torch's FSDP2"
+OF_ACCELERATE = {  # a variable of `accelerate launch`: (its value where nothing is asked for, what does it here)
+    "ACCELERATE_MIXED_PRECISION": ("no", "give --compute-dtype {dtype}"),
+    "ACCELERATE_DYNAMO_BACKEND": ("no", "give --compile"),
+    "ACCELERATE_USE_FSDP": ("false", SHARDS),
+    "FSDP_OFFLOAD_PARAMS": ("false", "give --cpu-offload actor"),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "give --gradient-checkpointing"),
+    "ACCELERATE_USE_DEEPSPEED": ("false", SHARDS),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("none", "give --cpu-offload actor"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("none", "give --cpu-offload actor"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "give --micro-batch-tokens"),
+    "ACCELERATE_GRADIENT_CLIPPING": ("none", "give --max-grad-norm"),
+    "ACCELERATE_USE_MEGATRON_LM": ("false", "give --tensor-parallel-size"),
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": ("1", "give --dp-replicate-size"),
+    "PARALLELISM_CONFIG_TP_SIZE": ("1", "give --tensor-parallel-size"),
+    "PARALLELISM_CONFIG_CP_SIZE": ("1", "give --sequence-parallel-size"),
+    "PARALLELISM_CONFIG_SP_SIZE": ("1", "give --sequence-parallel-size"),
+}
 OVER = "over"  # the key in the job's store that tells engine ranks that no training rank needs them any more
 
 
@@ -82,6 +100,8 @@ def init_distributed(
     ranks if they were started differently."""
     global _job, _timeout
     env = os.environ
+    if env.get("RANK", "0") == "0" and (unused := unused_settings(env)):
+        print(f"accelerate starts the processes only, its other settings are not used: {unused}", flush=True)
     # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
     env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if "RANK" not in env and "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
@@ -123,6 +143,14 @@ def init_distributed(
         backend = "fake" if trainers == 1 else collective_backend(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=_timeout)
     return World(rank, trainers, device)
+
+
+def unused_settings(env: Mapping[str, str]) -> str:
+    """The settings of `accelerate launch` that this environment has and that nothing reads, each with our flag."""
+    given = {name: env[name] for name, (off, _) in OF_ACCELERATE.items() if env.get(name, off).lower() != off}
+    dtype = "float16" if given.get("ACCELERATE_MIXED_PRECISION") == "fp16" else "bfloat16"
+    names = {name: name.removeprefix("ACCELERATE_").lower() for name in given}  # of its command line
+    return ", ".join(f"{names[n]} {value} ({OF_ACCELERATE[n][1].format(dtype=dtype)})" for n, value in given.items())
 
 
 def job_store() -> dist.Store:

@@ -79,7 +79,7 @@ def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_
 
 def check_routing_replay(path: str, *, trust_remote_code: bool = False) -> None:
     """Raises InputError for a model whose experts cannot be replayed."""
-    kind = _config(path, "--model", trust_remote_code).get_text_config().model_type
+    kind = config_of(path, "--model", trust_remote_code).get_text_config().model_type
     if kind not in ROUTERS:
         known = ", ".join(sorted(name.removesuffix("_text") for name in ROUTERS))
         raise InputError(f"--routing-replay: --model {path} is of type {kind}, it knows those of {known}: drop it")
@@ -87,7 +87,7 @@ def check_routing_replay(path: str, *, trust_remote_code: bool = False) -> None:
 
 def takes_varlen(path: str, *, trust_remote_code: bool = False) -> bool:
     """Whether FlashAttention has kernels for the model's heads, and no token sees later ones, as some images' do."""
-    config = _config(path, "--model", trust_remote_code)
+    config = config_of(path, "--model", trust_remote_code)
     text, family = config.get_text_config(), family_of(config)
     size = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", 1)
     return size % 8 == 0 and size <= 256 and not (family and family.bidirectional)
@@ -98,7 +98,7 @@ def _packed_config(
 ) -> PreTrainedConfig:
     """The config of a text model that takes packed rows. states: also one with layers that carry a state from token to
     token. Raises InputError for any other."""
-    config = _config(path, flag, trust_remote_code)
+    config = config_of(path, flag, trust_remote_code)
     if family_of(config):
         raise InputError(f"{split} {size}: {flag} {path} takes images, which are not split over ranks; drop {split}")
     reason = attention_and_packing(config, "packed_sdpa")[1]
@@ -109,7 +109,7 @@ def _packed_config(
     return config.get_text_config()
 
 
-def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
+def config_of(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
     folder, gguf = split_gguf(path)
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
@@ -120,7 +120,7 @@ def _config(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
 def load_processor(path: str, *, trust_remote_code: bool = False) -> transformers.ProcessorMixin | None:
     """The processor of `path`, which makes tokens and tensors of images. None if the model takes no images or comes
     without one, as a .gguf file does: it then runs on text alone."""
-    if family_of(_config(path, "--model", trust_remote_code)) is None:
+    if family_of(config_of(path, "--model", trust_remote_code)) is None:
         return None
     folder, files = local_copy(path, weights=False), ("processor_config.json", "preprocessor_config.json")
     try:

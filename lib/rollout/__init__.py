@@ -8,5 +8,6 @@ from lib.rollout.engine import add_responses, concat_rows, fit_columns, truncate
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.replay import NoRecorder, Recorder, Replayer, check_recorded, forget_after
 from lib.rollout.stream import Rollouts, check_capabilities, check_engine_import, engine_class, make_engine
+from lib.rollout.stream import vllm_refuses
 from lib.rollout.weight_sync import WeightSyncError, check_mismatch, sync_weights, weight_checksum
 from lib.sampling import Sampling

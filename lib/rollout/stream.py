@@ -6,11 +6,18 @@ from functools import partial
 from itertools import compress
 from pathlib import Path
 from pkgutil import resolve_name
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from lib import InputError
 from lib.args import Sizes
@@ -120,6 +127,23 @@ def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None)
         from lib.rollout.vllm_engine import check_vllm_kwargs
 
         check_vllm_kwargs(vllm_kwargs or {}, [setting.name for setting in fields(EngineArgs)])
+
+
+def vllm_refuses(config: PreTrainedConfig, device: str) -> str:
+    """Why vLLM cannot sample the model on such a device, or "". It imports vLLM."""
+    try:
+        from vllm import ModelRegistry
+        from vllm.platforms import current_platform
+    except (ImportError, OSError, RuntimeError) as error:  # a library of another driver or torch
+        return f"vLLM cannot be imported ({shorten(str(error), 200, placeholder=' ...')})"
+    if current_platform.device_type != device:
+        return f"the installed vLLM is for {current_platform.device_type or 'no device'}, not for {device}"
+    if hasattr(config, "quantization_config"):
+        return "the model's weights are quantized, and no sync reaches those of vLLM"
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config))  # a .gguf file names no architecture
+    names = config.architectures or [cls.__name__]
+    unknown = [name for name in names if name not in ModelRegistry.get_supported_archs()]
+    return f"vLLM does not know {unknown[0]}" if unknown else ""
 
 
 def add_origin(batch: DataProto, sampling: Sampling, version: int, level: int) -> DataProto:

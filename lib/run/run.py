@@ -389,6 +389,7 @@ def default_name(script: str, seed: int) -> str:
 def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
     """Rank 0's part of open_run: (checkpoint, its step, whether the training data have changed)."""
     run.config, code = run_config.describe_run(args, script), run_config.code_files(args, script)
+    run.config |= {"effective": dict(effective), "no_effect": list(args.no_effect)}
     overrides = run_config.checked_overrides(args.run.resume_override, run.config)
     checkpoint = find_checkpoint(args.run.resume, run.folder)
     step, changes, changed = 0, "", {}
@@ -421,7 +422,6 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
     start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
     starts = _next_number(logs / "starts")
     run.config |= {"history": [*history, start], "start": int(starts.name)}
-    run.config |= {"effective": dict(effective), "no_effect": list(args.no_effect)}
     if effective:
         print(f"in effect: {', '.join(f'{as_flag(name)} {value}' for name, value in effective.items())}", flush=True)
     run.tracker = Tracker(

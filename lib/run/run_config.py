@@ -49,7 +49,7 @@ def describe_start(args: DataclassInstance, script: Path, trains: bool) -> dict[
     start = {"the script": (script.name, digest_of(str(script)))}
     files = _named_files(args)
     try:
-        for name, value, _ in walk(args):
+        for name, value, _ in _chosen(args):
             value = redact_values(value)
             shown = shlex.join(map(str, value if isinstance(value, list) else [value])) or "''"
             if name not in RANK_0_COUNTS and (trains or name not in files):
@@ -98,7 +98,19 @@ def code_changes(checkpoint: Path, code: dict[str, Path]) -> str:
 
 
 def _named_files(args: DataclassInstance) -> dict[str, Any]:
-    return {name: value for name, value, marks in walk(args) if Names.FILES in marks}
+    return {name: value for name, value, marks in _chosen(args) if Names.FILES in marks}
+
+
+def _chosen(args: Any) -> Iterator[tuple[str, Any, tuple]]:
+    """What `walk` yields, with the engine that --rollout-engine auto has become."""
+    for name, value, marks in walk(args):
+        yield name, args.rollout.engine if name == "rollout_engine" else value, marks
+
+
+def _with_engine(config: dict[str, Any]) -> dict[str, Any]:
+    """A run as config.json holds it, with the engine that it had: --rollout-engine auto differs between machines."""
+    engine = config.get("effective", {}).get("rollout_engine")
+    return config | {"rollout_engine": engine} if engine else config
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -122,6 +134,7 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
     if before is None:
         print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
         return {}
+    before, now = _with_engine(before), _with_engine(now)
     not_compared = NO_FLAGS | marked(args, OnResume.NOT_COMPARED) | ({"train_files"} if now["val_only"] else set())
     ours, theirs = (config.keys() - not_compared for config in (now, before))
     changed = {flag: [before[flag], now[flag]] for flag in now if flag in ours & theirs and _differs(flag, before, now)}
@@ -148,7 +161,7 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
 
 def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
     """Prints what has changed since the recording. Raises InputError for flags that it was sampled or scored with."""
-    before = read_json(recording / "config.json") or {}
+    before, now = _with_engine(read_json(recording / "config.json") or {}), _with_engine(now)
     compared = before.keys() - NO_FLAGS - {"replay"} - marked(args, OnResume.NOT_COMPARED)
     changed = {flag: [before[flag], now[flag]] for flag in now if flag in compared and _differs(flag, before, now)}
     if refused := sorted(changed.keys() & marked(args, OnReplay.AS_RECORDED)):

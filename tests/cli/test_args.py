@@ -78,8 +78,10 @@ BAD_FLAGS = {  # what the message says, by flags
     "--output-dir README.md: README.md is not a folder": ["--output-dir", "README.md"],
     "at --val-temperature 0": ["--val-samples", "4"],
     "--vllm-kwargs {: not JSON": ["--vllm-kwargs", "{"],
-    "--vllm-kwargs has no effect without --rollout-engine vllm": ["--vllm-kwargs", '{"seed": 1}'],
-    "must be hf, vllm, the URL": ["--rollout-engine", "sglang"],
+    "--vllm-kwargs has no effect without --rollout-engine vllm": [
+        *("--rollout-engine", "hf", "--vllm-kwargs", '{"seed": 1}')
+    ],
+    "must be auto, hf, vllm, the URL": ["--rollout-engine", "sglang"],
     "--model ./absent: no such folder": ["--model", "./absent"],
     "--reward-model ./absent: no such folder": ["--reward-model", "./absent"],
     "absent.jsonl: no such file": ["--model", "data/toy/model", "--train-files", "absent.jsonl"],
@@ -119,7 +121,9 @@ BAD_FLAGS = {  # what the message says, by flags
     "--kl-horizon 1": ["--kl-target", "0.1", "--kl-placement", "reward", "--kl-coef", "0.1", "--kl-horizon", "1"],
     "that a rollout correction needs": ["--old-log-probs", "rollout", "--rollout-correction.level", "token"],
     "no estimate for .gguf": ["--dry-run", "1", "--model", "s3://bucket/model.gguf"],
-    "--rollout-tensor-parallel-size 2 splits a vLLM": ["--rollout-tensor-parallel-size", "2", "--dry-run", "2"],
+    "--rollout-tensor-parallel-size 2 splits a vLLM": [
+        *("--rollout-engine", "hf", "--rollout-tensor-parallel-size", "2", "--dry-run", "2")
+    ],
     "--rollout-tensor-parallel-size 2: the number": ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"],
     "--async-level -1: must be at least 0": ["--async-level", "-1"],
     "--min-p 1.5: must be at least 0 and at most 1": ["--min-p", "1.5"],
@@ -383,13 +387,13 @@ def test_what_a_part_of_a_run_leaves_out_is_noted(tmp_path):
     assert note == "--rollout-engine, --gpu-memory-utilization (with --replay)"
 
 
-def test_a_flag_that_the_others_change_is_a_mistake(monkeypatch):
-    """--rollout-gpus makes the engine vllm."""
+def test_rollout_gpus_make_the_engine_vllm(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     words = ["--rollout-gpus", "2", "--rollout-engine"]
+    assert parse_flags(grpo.Args, [*words, "auto"]).rollout.engine == "vllm"
     parse_flags(grpo.Args, [*words, "vllm"])
-    with pytest.raises(InputError, match="--rollout-engine hf: the other flags make it vllm"):
+    with pytest.raises(InputError, match=r"--rollout-gpus 2 runs vLLM .*, --rollout-engine hf is another engine: drop"):
         parse_flags(grpo.Args, [*words, "hf"])
 
 

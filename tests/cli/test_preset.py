@@ -181,8 +181,9 @@ def test_a_run_says_what_it_trains_and_notes_its_learning_rates(tmp_path):
     small = SMALL[: SMALL.index("--train-files")]
     words = [*small, "--total-steps", "1", "--critic-lr", "1e-5", "--dataset-class", f"{tmp_path / 'large.py'}:Rows"]
     done = ran(fork("ppo", tmp_path, *words, "--run-name", "run", ranks=2, preset=[]))
-    first, *lines = done.stdout.splitlines()
+    first, engine, *lines = done.stdout.splitlines()
     assert first == NOTE and lines[0] == "model: data/toy/model" and NOTE not in lines
+    assert engine == "--rollout-engine auto: hf, because this machine has no GPU" and engine not in lines
     for start in ("training prompts: 4096 (", "validation prompts: none", "run folder: "):
         assert sum(line.startswith(start) for line in lines) == 1, start
     [note] = [line for line in lines if line.startswith("note: ") and "learning rate" in line]

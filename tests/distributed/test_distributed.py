@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import write_basic_config
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +102,48 @@ def test_accelerate_gives_all_ranks_sharding_and_weights(tmp_path):
     expected = [f"rank {r} of 2 sharded True weights {total:.3f}" for r in (0, 1)]
     assert lines == expected, done.stdout + done.stderr
     assert "warning: the launcher's store listens on all network interfaces" in done.stderr
+    assert done.stdout.count(f"{UNUSED}: use_fsdp true ({FSDP2})\n") == 1 == done.stdout.count(UNUSED)
+
+
+FSDP2 = "models are always sharded by torch's FSDP2"
+UNUSED = "accelerate starts the processes only, its other settings are not used"
+SETTINGS = {  # the arguments of `accelerate launch`: what is said of them
+    "": "",
+    "mixed_precision bf16, dynamo_backend inductor": (
+        "mixed_precision bf16 (give --compute-dtype bfloat16), dynamo_backend INDUCTOR (give --compile)"
+    ),
+    "mixed_precision fp16, num_processes 2, use_fsdp, fsdp_version 2, fsdp_offload_params true, "
+    "fsdp_activation_checkpointing true, use_parallelism_config, parallelism_config_tp_size 2": (
+        f"mixed_precision fp16 (give --compute-dtype float16), use_fsdp true ({FSDP2}), fsdp_offload_params true "
+        "(give --cpu-offload actor), fsdp_activation_checkpointing true (give --gradient-checkpointing), "
+        "parallelism_config_tp_size 2 (give --tensor-parallel-size)"
+    ),
+    "num_processes 2, use_megatron_lm": "use_megatron_lm true (give --tensor-parallel-size)",
+    "use_deepspeed, zero_stage 3, gradient_accumulation_steps 4, gradient_clipping 0.5, "
+    "offload_param_device none, offload_optimizer_device cpu": (
+        f"use_deepspeed true ({FSDP2}), deepspeed_offload_optimizer_device cpu (give --cpu-offload actor), "
+        "gradient_accumulation_steps 4 (give --micro-batch-tokens), gradient_clipping 0.5 (give --max-grad-norm)"
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments", SETTINGS)
+def test_settings_of_accelerate_that_nothing_reads_are_named_with_our_flags(arguments, monkeypatch, tmp_path):
+    """In the environments that `accelerate launch` makes of these arguments and of its own default config. Without
+    DeepSpeed installed its launcher ends in an ImportError: grpo.py does not start."""
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    write_basic_config(save_location=str(tmp_path / "default_config.yaml"))
+    options = f"--{arguments}".replace(", ", " --").split() if arguments else []
+    words = ["--config_file", str(tmp_path / "default_config.yaml"), *options, "grpo.py"]
+    args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    args.deepspeed_fields_from_accelerate_config = ""  # as its deepspeed_launcher does
+    if args.use_deepspeed:
+        _, env = prepare_deepspeed_cmd_env(args)
+    elif args.use_fsdp or args.use_megatron_lm:
+        env = prepare_multi_gpu_env(args)
+    else:
+        _, env = prepare_simple_launcher_cmd_env(args)
+    assert env["ACCELERATE_MIXED_PRECISION"] and launch_module.unused_settings(env) == SETTINGS[arguments]
 
 
 def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(tmp_path):
@@ -175,6 +220,18 @@ def test_what_differs_between_the_starts_of_two_ranks_is_named(tmp_path, monkeyp
     assert other in ("package", "scorer", "program of an agent") or ";" not in found  # nothing else differs
     on_servers = launch_module._different_starts([first, start(trains=False)])  # which need no files
     assert "--reward" not in on_servers and "--model" not in on_servers
+
+
+def test_ranks_that_auto_gives_different_engines_are_refused(tmp_path):
+    """vLLM may be missing, or of another kind, on a second node."""
+
+    def start(engine: str) -> dict:
+        args = parse_flags(grpo.Args, ["--output-dir", str(tmp_path)])
+        args.rollout.auto_engine = engine
+        return json.loads(json.dumps(run_config.describe_start(args, Path(grpo.__file__), True)))
+
+    found = launch_module._different_starts([start("vllm"), start("hf"), start("vllm")])
+    assert found == "--rollout-engine is hf on rank 1, vllm on rank 0"
 
 
 def test_of_many_differences_and_ranks_the_first_are_named():

@@ -1,24 +1,31 @@
-"""An engine of the user's own, --rollout-engine path/to/file.py:Class: it trains, and mistakes are one line."""
+"""--rollout-engine auto, and an engine of the user's own, path/to/file.py:Class: it trains, mistakes are one line."""
 
+import json
 import math
 import os
 import re
+import subprocess
+import sys
+from types import ModuleType
 
 import pyarrow.parquet
 import pytest
 import torch
 from torch._inductor import config as inductor
+from transformers import LlamaConfig, PreTrainedConfig
 
 import grpo
 from lib import InputError, setup
-from lib.cli.flags import parse_flags
-from lib.model import check_sampling
-from lib.rollout import check_capabilities, engine_class
+from lib.args import step_sizes
+from lib.cli.flags import check_flags, parse_flags
+from lib.estimate import memory_of
+from lib.model import check_sampling, config_of
+from lib.rollout import check_capabilities, engine_class, vllm_refuses
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.sampling import Sampling
-from tests.common import SMALL, fork, metrics, ran, skip_without_vllm
+from tests.common import ROOT, SMALL, TOY_MODEL, environment, fork, metrics, ran, skip_without_vllm
 
 TABLE = '''
 """Answers from a table."""
@@ -167,7 +174,7 @@ def test_lora_needs_no_correction_where_the_engine_gets_the_adapter():
     assert ways == {"auto": {"level": "token", "bounds": (0, 2)}, "adapter": {}, "merged": ways["auto"]}
     decoupled = parse_flags(grpo.Args, [*flags, "merged", "--loss", "decoupled"])
     assert setup.check_algorithm(decoupled, torch.device("cpu")) == {}  # the loss has the weight already
-    for wrong in (["--lora-rank", "4"], ["--rollout-engine", "vllm"]):
+    for wrong in (["--lora-rank", "4", "--rollout-engine", "hf"], ["--rollout-engine", "vllm"]):
         with pytest.raises(InputError, match="--lora-sync has no effect"):
             parse_flags(grpo.Args, [*wrong, "--lora-sync", "adapter"]).check()
 
@@ -211,3 +218,131 @@ def test_a_repetition_penalty_is_for_validation_alone(tmp_path):
     flags = ["--repetition-penalty", "1.2", "--total-steps", "1", "--run-name", "run", *SMALL]
     refused = fork("grpo", tmp_path, *flags)
     assert refused.returncode and "--repetition-penalty 1.2: it depends on" in refused.stderr
+
+
+# ---- auto ----------------------------------------------------------------------------------------
+
+
+def broken(name):
+    raise OSError("libcudart.so.13: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "why"),
+    [
+        (config_of(TOY_MODEL, "--model", False), "cpu", ""),
+        (LlamaConfig(), "cpu", ""),  # as of a .gguf file: it names no architecture
+        (PreTrainedConfig(), "cpu", "vLLM does not know PreTrainedConfig"),
+        (LlamaConfig(architectures=["NewForCausalLM"]), "cpu", "vLLM does not know NewForCausalLM"),
+        (LlamaConfig(quantization_config={"quant_method": "awq"}), "cpu", "the model's weights are quantized, "),
+        (LlamaConfig(), "cuda", "the installed vLLM is for cpu, not for cuda"),
+    ],
+    ids=["known", "gguf", "no architecture", "unknown", "quantized", "vLLM for CPUs"],
+)
+def test_what_vllm_cannot_sample_is_known_before_a_model_loads(config, device, why):
+    """On the device of the vLLM that is installed here."""
+    skip_without_vllm()
+    found = vllm_refuses(config, device)
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["not installed", "of another CUDA"])
+def test_auto_says_why_vllm_cannot_be_imported(missing, monkeypatch):
+    module = ModuleType("vllm")
+    module.__getattr__ = broken
+    monkeypatch.setitem(sys.modules, "vllm", None if missing else module)
+    args = parse_flags(grpo.Args, [])
+    why = setup.choose_engine(args, torch.device("cuda"))
+    assert args.rollout.engine == "hf" and why.startswith("because vLLM cannot be imported (")
+    assert ("libcudart.so.13" in why) != missing
+
+
+def chosen(flags, device="cuda", refused=""):
+    """(args, why) after the choice. refused: what vLLM says of the model."""
+    args = parse_flags(grpo.Args, flags)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "vllm_refuses", lambda config, device: refused)
+        why = setup.choose_engine(args, torch.device(device))
+    check_flags(args)
+    return args, why
+
+
+def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
+    args, why = chosen(["--gpu-memory-utilization", "0.5", "--lora-rank", "4", "--lora-sync", "adapter"])
+    assert (args.rollout.rollout_engine, args.rollout.engine, why) == ("auto", "vllm", "which knows the model")
+    assert args.rollout.starts_vllm and args.no_effect == ()
+    sizes = step_sizes(args, 1)
+    assert memory_of(args, sizes, 1, 2**36)["rollout"]["vLLM"] == 2**35
+    effective = setup.effective_settings(args, torch.device("cpu"), {}, ())
+    assert (effective["rollout_engine"], effective["gpu_memory_utilization"]) == ("vllm", 0.5)
+    args, why = chosen([], refused="vLLM does not know NewForCausalLM")
+    assert (args.rollout.engine, why) == ("hf", "because vLLM does not know NewForCausalLM")
+    assert "vLLM" not in memory_of(args, sizes, 1, 2**36)["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--vllm-kwargs", '{"seed": 1}'], "--vllm-kwargs has no effect without --rollout-engine vllm: drop it"),
+        (["--lora-rank", "4", "--lora-sync", "merged"], "--lora-sync has no effect without --rollout-engine vllm"),
+        (["--rollout-tensor-parallel-size", "2"], "splits a vLLM engine: it needs --rollout-engine vllm"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 does not work with --rollout-engine hf"),
+        (["--batch-invariant"], "--batch-invariant with --rollout-engine hf: the kernels are vLLM's: drop the flag"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_flags_of_vllm_are_refused_where_auto_is_hf(flags, message, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    chosen(flags)  # where it is vllm, they are taken
+    with pytest.raises(InputError, match=re.escape(message)):
+        chosen(flags, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine", "why"),
+    [
+        ([], "hf", "because this machine has no GPU"),
+        (["--rollout-gpus", "2", "--dry-run", "4"], "vllm", "which --rollout-gpus needs"),
+        (["--dry-run", "8"], "vllm", "if the GPUs have it and it knows the model"),
+    ],
+)
+def test_without_a_gpu_auto_is_hf_unless_a_dry_run_is_about_gpus(flags, engine, why):
+    args, said = chosen(flags, "cpu")
+    assert (args.rollout.engine, said) == (engine, why)
+
+
+@pytest.mark.parametrize(("recorded", "engine"), [("vllm", "vllm"), ("http://a:1", "hf"), (None, "hf")])
+def test_a_replay_has_the_engine_of_the_recorded_run(recorded, engine, tmp_path):
+    """It decides whether LoRA in 16 bits has a correction: without one, metrics would not be those of the run."""
+    effective = {"effective": {"rollout_engine": recorded}} if recorded else {}
+    (tmp_path / "config.json").write_text(json.dumps(effective))
+    flags = ["--replay", str(tmp_path), "--lora-rank", "4", "--compute-dtype", "bfloat16"]
+    for device in ("cpu", "cuda"):
+        args, why = chosen(flags, device, refused="nobody asks")
+        assert (args.rollout.engine, why) == (engine, "as recorded")
+        assert bool(setup.check_algorithm(args, torch.device("cpu"))) == (engine == "vllm")
+
+
+IMPORTS = """
+import sys
+import grpo
+from lib import estimate, setup
+from lib.args import step_sizes, training_ranks
+from lib.cli.flags import parse_flags
+args = parse_flags(grpo.Args, sys.argv[1:])
+world = setup.join(args)
+setup.check_algorithm(args, world.device)
+inputs = setup.load_inputs(args)
+print(estimate.describe(args, step_sizes(args, training_ranks(args)), world, inputs))
+print("vllm" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run", "2"]], ids=["run", "dry run"])
+def test_auto_imports_no_vllm_on_a_cpu(flags):
+    command = [sys.executable, "-c", IMPORTS, *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"--rollout-engine auto: {'vllm, if' if flags else 'hf, because'} "), done.stderr
+    assert lines[-1] == "False" and ("vLLM   " in done.stdout) == bool(flags)

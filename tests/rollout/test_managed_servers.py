@@ -375,7 +375,7 @@ def test_servers_mean_vllm_with_the_whole_gpu(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     rollout = parse_flags(grpo.Args, ["--rollout-gpus", "4", "--async-level", "1"]).rollout
-    assert (rollout.rollout_engine, rollout.gpu_share) == ("vllm", 0.9)
+    assert (rollout.engine, rollout.gpu_share) == ("vllm", 0.9)
     beside = parse_flags(grpo.Args, ["--rollout-engine", "vllm"]).rollout
     assert beside.gpu_share == 0.4
 

@@ -401,6 +401,30 @@ def test_code_that_changed_in_its_place_needs_consent(tmp_path, changed, monkeyp
     assert list(compare(checkpoint, now, args, {flag})) == [flag]
 
 
+def test_a_resume_compares_the_engines_that_auto_has_become(tmp_path):
+    """Of the checkpoint, too, and one of a time before auto has none in `effective`."""
+
+    def config(engine: str, became: str = "") -> dict:
+        args.rollout.rollout_engine, args.rollout.auto_engine = engine, became
+        return describe_run(args, Path(grpo.__file__)) | {"effective": {"rollout_engine": args.rollout.engine}}
+
+    args, checkpoint = grpo.Args(), tmp_path / "run/checkpoints/step_000001"
+    checkpoint.mkdir(parents=True)
+    on_vllm = config("auto", "vllm")
+    assert on_vllm["rollout_engine"] == "auto"
+    for before, same, other in (
+        (on_vllm, [on_vllm, config("vllm"), config("http://a:8000")], [config("auto", "hf"), config("hf")]),
+        (config("hf") | {"effective": {}}, [config("auto", "hf"), config("hf")], [on_vllm]),
+    ):
+        (checkpoint / "config.json").write_text(json.dumps(before))
+        assert [compare(checkpoint, now, args, set()) for now in same] == [{}] * len(same)
+        was, now = ("vllm", "hf") if other[0] is not on_vllm else ("hf", "vllm")
+        for changed in other:
+            with pytest.raises(InputError, match=f"--rollout-engine was {was}, is {now}. Undo it"):
+                compare(checkpoint, changed, args, set())
+            assert compare(checkpoint, changed, args, {"rollout_engine"}) == {"rollout_engine": [was, now]}
+
+
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
 def test_the_table_of_what_may_change_is_that_of_the_code(script):
     """docs/scaling.md."""
@@ -489,6 +513,7 @@ def test_config_json_says_what_takes_effect(tmp_path, capfd):
         return setup.effective_settings(args, cpu, correction, setup.needed_log_probs(args, sizes, correction))
 
     on_policy = {"compute_dtype": "float32", "attn_implementation": "packed_sdpa", "old_log_probs": "not needed"}
+    on_policy["rollout_engine"] = "hf"
     assert effective() == on_policy | {"rollout_correction": "none"}
     args.rollout.async_level = 1
     correction = {"level": "token", "bounds": (0, 2)}
