@@ -69,7 +69,7 @@ def reduce_metrics(local: Mapping[str, Metric]) -> dict[str, float]:
                     reduced[key] = float(value / count)
             case Std(value, squares, count):
                 if count > 1:  # rounding can make the variance of equal numbers negative
-                    reduced[key] = max(0.0, (squares - value**2 / count) / (count - 1)) ** 0.5
+                    reduced[key] = float(max(0.0, (squares - value**2 / count) / (count - 1)) ** 0.5)
             case Max(value) | Min(value):
                 if value != (-math.inf if isinstance(metric, Max) else math.inf):
                     reduced[key] = float(value)

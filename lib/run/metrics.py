@@ -124,11 +124,12 @@ def row_metrics(batch: DataProto, *others: DataProto) -> dict[str, Metric]:
     tensors = batch.batch
     trained, sampled, valid = tensors["loss_mask"], tensors["response_mask"], tensors["valid_mask"].bool()
     prompts, responses = tensors["attention_mask"].tensor_split([-sampled.shape[1]], 1)
-    metrics = _spread("token_level_rewards", tensors["token_level_rewards"].sum(1)[valid.any(1)])
+    metrics = batch_faults(batch)
+    metrics |= _spread("token_level_rewards", tensors["token_level_rewards"].sum(1)[valid.any(1)])
     for name in ("advantages", "returns", "values"):
         if name in tensors:
             metrics |= _spread(name, tensors[name][valid])
-    return batch_faults(batch) | metrics | {
+    return metrics | {
         "training/rows_in": Sum(len(batch)),
         "training/rows_trained": Sum(trained.any(1).sum().item()),
         "training/trained_share": Mean(trained.sum().item(), sampled.sum().item()),

@@ -228,8 +228,8 @@ def test_validated_rows_take_what_a_scorer_gave():
 
 
 def batch_of(rows: list[dict]) -> DataProto:
-    """Rows of {uid, score, prompt, response, trained, finish, advantage} (lengths in tokens), P = 4, T = 6. The KL takes
-    0.25 of a row's reward; returns are 2 and values 3 times the advantage."""
+    """Rows of {uid, score, prompt, response, trained, finish, advantage} (lengths in tokens), P = 4, T = 6. The KL
+    takes 0.25 of a row's reward; returns are 2 and values 3 times the advantage."""
     width_p, width_t = 4, 6
     prompt = torch.tensor([[0] * (width_p - r["prompt"]) + [1] * r["prompt"] for r in rows])
     response = torch.tensor([[1] * r["response"] + [0] * (width_t - r["response"]) for r in rows])
@@ -310,7 +310,7 @@ def test_data_metrics_by_hand():
 
 
 def of_trained(rows: list[dict]) -> dict:
-    """row_metrics without faults, of which some are about whole groups, and a prompt and four tokens sampled besides."""
+    """row_metrics without faults, of which some are about whole groups; with a row of 5 tokens sampled besides."""
     besides = [batch_of([row("a", 1.0, 1, 4, 4)])] if rows[0] is ROWS[0] else []
     return {key: value for key, value in row_metrics(batch_of(rows), *besides).items() if "faults/" not in key}
 
@@ -343,7 +343,8 @@ def test_data_metrics_without_optional_keys_or_live_rows():
 def _rank_of_two(world, first) -> dict[str, float]:
     rank = world.rank
     rows = [row for i, row in enumerate(ROWS) if (i in first) == (rank == 0)]
-    local = data_metrics(batch_of(rows)) | of_trained(rows) | {"actor/lr": 0.25, "x": [Sum(2), Sum(3)][rank], f"only/{rank}": Max(rank)}
+    local = data_metrics(batch_of(rows)) | of_trained(rows)
+    local |= {"actor/lr": 0.25, "x": [Sum(2), Sum(3)][rank], f"only/{rank}": Max(rank)}
     local |= {"empty": Mean(0, 0), "low": Min(5 - rank), "mean": Mean(10.0 * rank, 1 + rank)}
     local["std"] = Std(*[(2.0, 4.0, 1), (10.0, 52.0, 2)][rank])  # of 2; of 4 and 6
     extra = {"std": 2.0, "actor/lr": 0.25, "x": 5.0, "only/0": 0.0, "only/1": 1.0, "low": 4.0, "mean": 10 / 3}
