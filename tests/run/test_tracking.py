@@ -435,7 +435,7 @@ from tests.run.test_tracking import HOSTILE, SAMPLES, STEP
 
 try:
     for resume_step in (0, 2, 0):
-        config = {f"flag_{i}": i for i in range(250)} | {"lr": 0.1 + resume_step, "empty": "", "files": ["a.jsonl"] * 999}
+        config = {f"flag_{i}": i for i in range(250)} | {"lr": 0.1 + resume_step, "empty": "", "files": ["a"] * 999}
         tracker = Tracker(sys.argv[1], config, trackers=("TRACKER",), total_steps=4, resume_step=resume_step)
         hostile = {name: 0.5 for name in HOSTILE if name != "."}
         tracker.log(STEP | hostile | {"bad": float("nan"), "inf": float("inf")}, resume_step + 1)
