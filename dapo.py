@@ -265,9 +265,7 @@ def add_advantages(
         row_filters["token_masks"] = loss_mask = loss_mask & t.pop("token_mask", loss_mask)
     t |= {"loss_mask": loss_mask, "denominator_mask": denominator_mask, "valid_mask": valid_mask}
     batch.add_rows_of(t)
-    # DAPO: the other numbers describe all sampled rows
-    of_step = {name: n for name, n in data_metrics(batch).items() if name.startswith("advantages/")}
-    return metrics | of_step | rows_dropped(row_filters)
+    return metrics | rows_dropped(row_filters)
 
 
 @timed("update")

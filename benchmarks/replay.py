@@ -44,7 +44,7 @@ def run(folder: str, name: str, *flags: str) -> tuple[list[dict], float]:
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows]
+    rows = [{k: v for k, v in row.items() if not k.startswith(("timing_", "perf/"))} for row in rows]
     return rows, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 

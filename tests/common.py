@@ -468,7 +468,7 @@ def ran(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
 def metrics(run: Path, timings: bool = False) -> list[dict]:
     """The lines of metrics.jsonl, less what a clock says."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if timings or not k.startswith(("timing_s/", "perf/"))} for row in rows]
+    return [{k: v for k, v in row.items() if timings or not k.startswith(("timing_", "perf/"))} for row in rows]
 
 
 def rollouts(run: Path) -> dict[tuple, dict]:

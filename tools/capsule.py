@@ -97,7 +97,7 @@ CHANGED: dict[str, Any] = {"total_steps": 1, "save_every": 0, "export_model": Fa
 CHANGED |= {"allow_special_tokens": True, "filter_overlong_prompts": False, "shuffle": False, "sandbox_level": "none"}
 CHANGED |= {"val_files": ["none"], "val_before_train": False}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
-OF_THE_MACHINE = re.compile(r"step$|timing_s/|perf/|prompts/|training/epoch")  # or of the place in the run
+OF_THE_MACHINE = re.compile(r"step$|timing_|perf/|prompts/|training/epoch")  # or of the place in the run
 OF_THE_RECORDING = re.compile(
     r"reward/|response_length/|prompt_length/|source/|agent/|advantages/|training/rows_in|training/tokens"
     r"|rollout/canary_logp_diff|rollout/dead_rows"

@@ -59,7 +59,7 @@ def grpo(options: Options, folder: str) -> Iterator[dict]:
     middle = Path(folder, "whole/checkpoints", f"step_{int(steps) // 2:06}")
     more = ("--resume", str(middle), "--total-steps", steps, *save, *small)
     last = run_script(options, "grpo", folder, "resumed", *more)[-1]
-    same = [key for key in whole[-1] if not key.startswith(("timing_s/", "perf/"))]
+    same = [key for key in whole[-1] if not key.startswith(("timing_", "perf/"))]
     different = [key for key in same if last[key] != whole[-1][key]]
     weights = [Path(folder, run, "model/model.safetensors").read_bytes() for run in ("whole", "resumed")]
     yield row("resumed run, metrics that differ", len(different), "", not different, names=different)

@@ -493,8 +493,9 @@ class RunArgs(Group):
     """after the last step, export the policy in Hugging Face format to <run>/model"""
     export_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], MAY_CHANGE] = "auto"
     """dtype of the exported weights; auto: --compute-dtype, as in the rollouts"""
-    track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], MAY_CHANGE] = ()
-    """trackers in addition to metrics.jsonl; trackio must be installed separately"""
+    track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio", "mlflow", "swanlab"], ...], MAY_CHANGE] = ()
+    """trackers in addition to metrics.jsonl; the last three must be installed separately. A tracker's own variable
+    names the project, such as WANDB_PROJECT (docs/index.md); default: plainrl"""
     profile_steps: Annotated[tuple[int, ...], Ge(1), NOT_COMPARED] = ()
     """steps to profile: each rank writes a torch.profiler trace to <run>/profile"""
     profile_memory: Annotated[bool, NOT_COMPARED] = False

@@ -24,8 +24,8 @@ from lib.distributed.device import device_rng_state, has_flash_attention, own_de
 from lib.distributed.device import record_memory, set_device_rng_state, synchronize, total_memory
 from lib.distributed.launch import NO_ROOM, OVER, JobOver, World, init_distributed, is_on_one_node, run, wait_for_all
 from lib.distributed.launch import advise_out_of_memory, job_store, listening_store, on_early_end, print_last
-from lib.distributed.reduced import Max, Mean, Metric, Min, Sum, add_metrics, check_number, faults, reduce_metrics
-from lib.distributed.reduced import token_means
+from lib.distributed.reduced import Max, Mean, Metric, Min, Std, Sum, add_metrics, check_number, faults
+from lib.distributed.reduced import reduce_metrics, token_means
 from lib.distributed.sharding import (
     TENSOR_PARALLEL_STYLES,
     RowGroup,

@@ -1,4 +1,4 @@
-"""Times the stages of a step and names them for the watchdog."""
+"""Times the stages of a step, notes the memory after them, and names them for the watchdog."""
 
 import time
 from collections import defaultdict
@@ -7,11 +7,13 @@ from contextlib import contextmanager
 
 from torch.profiler import record_function
 
-from lib.distributed.device import synchronize
+from lib.distributed.device import memory_in_use, synchronize
+from lib.distributed.reduced import Max, Metric
 from lib.distributed.watchdog import enter_stage
 
 _step = 0
 _seconds: dict[str, float] = defaultdict(float)
+_memory: dict[str, float] = {}  # perf/memory_<kind>_gib/<stage>
 _started = 0.0
 _open = False  # whether a stage is being timed
 
@@ -21,6 +23,7 @@ def start_step(step: int) -> None:
     global _step, _started
     _step, _started = step, time.perf_counter()
     _seconds.clear()
+    _memory.clear()
 
 
 @contextmanager
@@ -40,11 +43,13 @@ def timed(stage: str) -> Iterator[None]:
     finally:
         synchronize()  # kernels that are still queued belong to this stage
         _seconds[stage] += time.perf_counter() - start
+        _memory.update({f"perf/memory_{kind}_gib/{stage}": n / 2**30 for kind, n in memory_in_use().items()})
         _open = False
     enter_stage(f"step {_step} after {stage}")  # not after an exception: its stage is where it came from
 
 
-def step_timing() -> dict[str, float]:
-    """timing_s/<stage> of the step so far, and timing_s/step, its whole time so far."""
-    stages = {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()}
+def step_timing() -> dict[str, Metric]:
+    """timing_s/<stage> of the step so far, timing_s/step, its whole time so far, and the memory after the stages."""
+    stages: dict[str, Metric] = {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()}
+    stages |= {name: Max(used) for name, used in _memory.items()}
     return stages | {"timing_s/step": time.perf_counter() - _started}

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
@@ -65,6 +66,14 @@ def device_names() -> list[str]:
 def total_memory(device: torch.device) -> int:
     """Bytes of an accelerator."""
     return torch.get_device_module(device).get_device_properties(device).total_memory
+
+
+def memory_in_use() -> dict[str, int]:
+    """Bytes of this process: those that torch has allocated and reserved on its accelerator, or the resident ones."""
+    if (device := accelerator()) is None:
+        return {"resident": psutil.Process().memory_info().rss}
+    module = torch.get_device_module(device)
+    return {"allocated": module.memory_allocated(), "reserved": module.memory_reserved()}
 
 
 def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:

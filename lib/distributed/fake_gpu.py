@@ -46,6 +46,7 @@ class _Backend:
     get_device_properties = staticmethod(lambda *_: SimpleNamespace(total_memory=80 * 2**30))
     get_rng_state = staticmethod(lambda *_: torch.zeros(1, dtype=torch.uint8))
     set_rng_state = staticmethod(lambda *_: None)
+    memory_allocated = memory_reserved = staticmethod(lambda *_: 0)
     _is_in_bad_fork = staticmethod(lambda: False)
 
 

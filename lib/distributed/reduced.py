@@ -4,6 +4,7 @@ be a tensor without dimensions: it stays on its device until `reduce_metrics` re
 host does not wait for the GPU in the middle of an update."""
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,14 @@ class Mean(NamedTuple):
     count: Number  # type: ignore[assignment]  # tuple has a method of this name
 
 
+class Std(NamedTuple):
+    """The sample standard deviation of `count` numbers on all ranks; left out where they are fewer than two."""
+
+    total: Number
+    squares: Number
+    count: Number  # type: ignore[assignment]
+
+
 class Sum(NamedTuple):
     value: Number
 
@@ -38,7 +47,7 @@ class Min(NamedTuple):
     value: Number
 
 
-Metric = Mean | Sum | Max | Min | float
+Metric = Mean | Std | Sum | Max | Min | float
 
 
 def reduce_metrics(local: Mapping[str, Metric]) -> dict[str, float]:
@@ -58,6 +67,9 @@ def reduce_metrics(local: Mapping[str, Metric]) -> dict[str, float]:
             case Mean(value, count):
                 if count > 0:
                     reduced[key] = float(value / count)
+            case Std(value, squares, count):
+                if count > 1:  # rounding can make the variance of equal numbers negative
+                    reduced[key] = float(max(0.0, (squares - value**2 / count) / (count - 1)) ** 0.5)
             case Max(value) | Min(value):
                 if value != (-math.inf if isinstance(metric, Max) else math.inf):
                     reduced[key] = float(value)
@@ -99,10 +111,8 @@ def add_metrics(total: dict[str, Metric], more: Mapping[str, Metric]) -> None:
         match total.get(key):
             case None:
                 total[key] = new
-            case Mean(value, count):
-                total[key] = Mean(value + new.total, count + new.count)
-            case Sum(value):
-                total[key] = Sum(value + new.value)
+            case Mean() | Std() | Sum() as old:
+                total[key] = type(old)(*map(operator.add, old, new))
             case Max(value):
                 total[key] = Max(_extreme(torch.maximum, max, value, new.value))
             case Min(value):

@@ -16,7 +16,7 @@ import torch
 from lib import InputError
 from lib.core_algos import zero_variance_rows
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, Min, Sum, all_gather_lists, token_means
+from lib.distributed import Max, Mean, Metric, Min, Std, Sum, all_gather_lists, token_means
 from lib.reward.manager import SHADOW
 from lib.reward.scores import is_number
 from lib.rollout import truncated_rows
@@ -41,31 +41,32 @@ def data_metrics(batch: DataProto, correct_above: float = 0.5) -> dict[str, Metr
     """This rank's metrics of a training batch, for `reduce_metrics`; groups are those of all ranks. A collective.
 
     Reads token_level_scores, response_mask (B, T), attention_mask (B, L), prompts (B, P), uid, and, if the batch has
-    them, advantages and valid_mask (B, T), and finish_reason ("length" = clipped).
+    it, finish_reason ("length" = clipped).
 
     - reward/{mean,max,min}: the sum of a row's token_level_scores
     - reward/zero_variance, all_right, all_wrong: the fraction of groups (one uid, at least two rows) with equal scores
       (with reward_components (B, K): of each), with all scores above `correct_above`, with no score above it
     - response_length/{mean,max,min}: tokens after the prompt, tool outputs included; response_length/clip_ratio
     - source/<data_source>/{rows,reward,response_length,zero_variance}: of the rows of each data_source
-    - prompt_length/{mean,max,min}, advantages/{mean,max,min} (over the tokens of valid_mask), rollout/dead_rows
+    - prompt_length/{mean,max,min}; prompt_length/clip_ratio: prompts of P tokens, which is --max-prompt-length
+    - rollout/dead_rows
     """
     tensors = batch.batch
     trained = tensors["response_mask"].bool()  # (B, T)
     alive = trained.any(-1)  # (B,)
     prompt_width = tensors["prompts"].shape[1]
     scores = tensors["token_level_scores"].sum(-1)[alive]
-    lengths = tensors["attention_mask"][:, prompt_width:].sum(-1)
+    prompts, lengths = tensors["attention_mask"].tensor_split([prompt_width], -1)
+    prompts, lengths = prompts.sum(-1)[alive], lengths.sum(-1)
     metrics = {
         **_spread("reward", scores),
         **_spread("response_length", lengths[alive]),
-        **_spread("prompt_length", tensors["attention_mask"][:, :prompt_width].sum(-1)[alive]),
+        **_spread("prompt_length", prompts),
+        "prompt_length/clip_ratio": Mean((prompts == prompt_width).sum().item(), len(prompts)),
         "rollout/dead_rows": Sum(int((~alive).sum())),
     }
     if "finish_reason" in batch.non_tensor_batch:
         metrics["response_length/clip_ratio"] = Mean(int(truncated_rows(batch)[alive].sum()), int(alive.sum()))
-    if (advantages := tensors.get("advantages", None)) is not None:
-        metrics |= _spread("advantages", advantages[tensors["valid_mask"].bool()])
 
     own, uids = alive.cpu().numpy(), batch.non_tensor_batch["uid"]
     sources = list(batch.non_tensor_batch.get("data_source", uids)[own])
@@ -116,13 +117,24 @@ def _by_source(
 
 def row_metrics(batch: DataProto, *others: DataProto) -> dict[str, Metric]:
     """This rank's numbers of rows and tokens that came in, and of those that were trained on: loss_mask (B, T); and
-    what `batch_faults` finds. others: further responses that the step sampled; their tokens are in training/tokens."""
+    what `batch_faults` finds. others: further responses that the step sampled; their tokens are in training/tokens.
+
+    advantages, returns and, with a critic, values: {mean,max,min} over the tokens of valid_mask (B, T).
+    token_level_rewards/{mean,max,min}: of a row's sum, after KL and penalties, over the rows of valid_mask."""
     tensors = batch.batch
-    trained, sampled = tensors["loss_mask"], tensors["response_mask"]
-    return batch_faults(batch) | {
+    trained, sampled, valid = tensors["loss_mask"], tensors["response_mask"], tensors["valid_mask"].bool()
+    prompts, responses = tensors["attention_mask"].tensor_split([-sampled.shape[1]], 1)
+    metrics = batch_faults(batch)
+    metrics |= _spread("token_level_rewards", tensors["token_level_rewards"].sum(1)[valid.any(1)])
+    for name in ("advantages", "returns", "values"):
+        if name in tensors:
+            metrics |= _spread(name, tensors[name][valid])
+    return metrics | {
         "training/rows_in": Sum(len(batch)),
         "training/rows_trained": Sum(trained.any(1).sum().item()),
         "training/trained_share": Mean(trained.sum().item(), sampled.sum().item()),
+        "training/prompt_tokens": Sum(prompts.sum().item()),
+        "training/response_tokens": Sum(responses.sum().item()),
         "training/tokens": Sum(sum(rows.batch["attention_mask"].sum().item() for rows in (batch, *others))),
     }
 
@@ -173,6 +185,7 @@ def mismatch_metrics(
     """How far the trainer's log-probs are from the engine's, with the same weights. All (B, T).
 
     r = π_train / π_rollout, the log ratio clamped to ±20. rollout/logp_diff and prob_diff: mean and max |difference|;
+    prob_diff_std: its standard deviation;
     k1, k3: estimates of KL(π_rollout ‖ π_train) on tokens sampled from π_rollout; ratio_mean, ratio_max, ratio_min of
     r; chi2 = mean r² − 1, the χ² divergence: with importance weights r the effective sample size is about 1 / (1 +
     chi2) of the sample. outside_top_p: share of tokens that the trainer's top-p or top-k would not have kept
@@ -198,6 +211,7 @@ def mismatch_metrics(
     largest = {"logp_diff_max": logp_diff, "prob_diff_max": prob_diff, "ratio_max": ratio}
     return {
         **{f"rollout/{name}": mean for name, mean in token_means(means, mask).items()},
+        "rollout/prob_diff_std": Std(prob_diff.sum(), prob_diff.square().sum(), mask.sum()),
         **{f"rollout/{name}": Max(value.where(mask, -math.inf).amax()) for name, value in largest.items()},
         "rollout/ratio_min": Min(ratio.where(mask, math.inf).amin()),
     }

@@ -41,7 +41,8 @@ def throughput_metrics(metrics: Mapping[str, float], n_devices: int, peak: float
 
     perf/idle is the share of the step in which ranks wait: for scores, for asynchronous rollouts (--async-level), and
     in the update for the rank that has most to compute (perf/imbalance). perf/mfu is the share of `peak` (TFLOP/s of a
-    device) that the model FLOPs of the update (lib/model/flops.py) take, over its time.
+    device) that the model FLOPs of the update (lib/model/flops.py) take, over its time. timing_per_token_ms/<stage> is
+    over the tokens of the trained rows: for the rollout those of the responses.
     """
     seconds, tokens = metrics["timing_s/step"], metrics["training/tokens"]
     update = metrics.get("timing_s/update", 0.0)
@@ -55,6 +56,11 @@ def throughput_metrics(metrics: Mapping[str, float], n_devices: int, peak: float
         "perf/tokens_per_s": tokens / seconds,
         "perf/tokens_per_s_per_device": tokens / seconds / n_devices,
     }
+    responses, prompts = (metrics.get(f"training/{part}_tokens", 0.0) for part in ("response", "prompt"))
+    for stage in ("rollout", "log_probs", "advantages", "update"):
+        if responses and (spent := metrics.get(f"timing_s/{stage}")) is not None:
+            own = responses + (stage != "rollout") * prompts
+            speed[f"timing_per_token_ms/{stage}"] = 1000 * spent / own
     if peak and update and "perf/update_tflops" in metrics:
         speed["perf/mfu"] = metrics["perf/update_tflops"] / update / n_devices / peak
     return speed

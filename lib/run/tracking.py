@@ -1,19 +1,21 @@
 """The logs of a run, which rank 0 writes: always metrics.jsonl, samples.jsonl, a console line per step and curve.png;
-on request wandb, tensorboard and trackio, which also get a few samples.
+on request wandb, tensorboard, trackio, swanlab and mlflow, of which all but mlflow also get a few samples.
 
 metrics.jsonl is the record: floats are exact, and each line is written at once. NaN is not valid JSON, so it becomes
 null, and "nonfinite" has its key and value. wandb drops rows whose step goes back, so the step is a logged value there.
+accelerate.tracking has all of these, but it needs a PartialState, which picks devices and process groups of its own.
 """
 
 import atexit
 import json
 import math
 import os
+import re
 import secrets
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
@@ -42,6 +44,12 @@ SPEED = {"perf/tokens_per_s": "{:,.0f} tok/s"}
 SPEED_OF_GPUS = {"perf/tokens_per_s_per_device": "{:,.0f} tok/s/GPU", "perf/mfu": "MFU {:.0%}"}
 TABLE_ROWS, TABLE_TEXT = 8, 4000  # rows of a tracker's table of samples, characters of a text there
 SHOWN_LINES = 3  # names of images, and errors, of a sample in the console
+PROJECT = "plainrl"  # of a tracker whose own variable does not name one
+PROJECTS = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT"}
+PROJECTS |= {"mlflow": "MLFLOW_EXPERIMENT_NAME", "swanlab": "SWANLAB_PROJ_NAME"}
+OFFLINE = {"wandb": " (or WANDB_MODE=offline, and `wandb sync` later)"}
+OFFLINE |= {"swanlab": " (or SWANLAB_MODE=offline, and `swanlab sync` later)"}
+MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}  # else it takes 20 minutes
 OF_SOME = ("images", "tool_errors", "tool_rewards")  # lists that not every sample has
 
 
@@ -52,10 +60,11 @@ class Tracker:
 
     Args:
         run_dir: made if missing. Lines are added to its metrics.jsonl and samples.jsonl.
-        name: the run's name in wandb, in trackio and over the curve; None: run_dir's name.
-        trackers: any of "wandb", "tensorboard", "trackio". wandb and trackio read their usual environment
-            (WANDB_PROJECT, WANDB_MODE, TRACKIO_DIR, TRACKIO_SPACE_ID).
-        resume_step: the step of the loaded checkpoint. wandb and trackio continue their run; with 0, they start one.
+        name: the run's name in the trackers and over the curve; None: run_dir's name.
+        trackers: any of OPENERS. They read their usual environment (WANDB_PROJECT, WANDB_MODE, TRACKIO_DIR,
+            TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI, SWANLAB_MODE). One that fails after the start gets nothing more; a
+            line says so, then and at the end.
+        resume_step: the step of the loaded checkpoint. Trackers continue their run; with 0, they start one.
         on_gpu: the console shows the speed of a GPU and its MFU, not the speed of all ranks.
 
     Raises InputError if a tracker is unknown or not installed, or has no login or no network.
@@ -74,8 +83,8 @@ class Tracker:
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
-        if unknown := set(trackers) - {"wandb", "tensorboard", "trackio"}:
-            raise InputError(f"--track {' '.join(sorted(unknown))}: unknown; choose from wandb, tensorboard, trackio")
+        if unknown := set(trackers) - OPENERS.keys():
+            raise InputError(f"--track {' '.join(sorted(unknown))}: unknown; choose from {', '.join(OPENERS)}")
         self.run_dir, self.total_steps, self.resume_step = Path(run_dir), total_steps, resume_step
         self.latest: tuple[int, dict[str, float]] = (resume_step, {})  # a step, its metrics; on rank 0
         if not enabled:
@@ -85,9 +94,8 @@ class Tracker:
         self.numbers = NUMBERS | (SPEED_OF_GPUS if on_gpu else SPEED)
         self.undrawn = False
         self.last_samples: tuple[list[Mapping[str, Any]], int] = ([], 0)
-        self.wandb = self._open_wandb(dict(config)) if "wandb" in trackers else None
-        self.tensorboard = self._open_tensorboard() if "tensorboard" in trackers else None
-        self.trackio = self._open_trackio(dict(config)) if "trackio" in trackers else None
+        self.trackers = {tracker: self._open(tracker, dict(config)) for tracker in dict.fromkeys(trackers)}
+        self.failed: list[str] = []  # what is said of trackers that were given up
         (self.run_dir / "metrics.jsonl").touch()
         private(self.run_dir / "samples.jsonl")  # tools may have shown secrets
         self.started = time.monotonic()
@@ -118,13 +126,7 @@ class Tracker:
         path = self.run_dir / "metrics.jsonl"
         with writes_to(path, f"the row of step {step} was not written"), path.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
-        if self.wandb is not None:
-            self.wandb.log(values | {"step": step})
-        if self.tensorboard is not None:
-            for key, value in values.items():
-                self.tensorboard.add_scalar(key, value, step)
-        if self.trackio is not None:
-            self.trackio.log(values, step)
+        self._to_trackers(lambda tracker, run: _send(tracker, run, values, step), f"step {step}")
         self._show(values, nonfinite, step)
         self.undrawn |= "reward/mean" in values
         if self.undrawn and _validated(values):
@@ -147,20 +149,40 @@ class Tracker:
         self.last_samples = [*rows[:show]], step
 
     def training_samples(self, batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
-        """Shows the first rows of a scored batch in wandb, tensorboard and trackio."""
-        if self.enabled and (self.wandb or self.tensorboard or self.trackio):
+        """Shows the first rows of a scored batch in the trackers."""
+        if self.enabled and self.trackers.keys() - {"mlflow"}:
             self._table("samples/training", sample_rows(batch[:TABLE_ROWS], tokenizer, self.run_dir), step)
 
     def _table(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         names = ["step", "score", "prompt", "response", "ground_truth"]
         names += [key for key in OF_SOME if any(row.get(key) for row in rows[:TABLE_ROWS])]
         table = [[_cell(({"step": step} | dict(row)).get(key)) for key in names] for row in rows[:TABLE_ROWS]]
-        if self.wandb is not None:
-            self.wandb.log({name: self._wandb_table(names, table, rows), "step": step})
-        if self.tensorboard is not None:
-            self.tensorboard.add_text(name, "\n\n".join(_markdown(dict(zip(names, row))) for row in table), step)
-        if self.trackio is not None:
-            self.trackio.log({name: self.trackio.Table(names, table)}, step)
+        text = "\n\n".join(_markdown(dict(zip(names, row))) for row in table)
+
+        def show(tracker: str, run: Any) -> None:
+            match tracker:
+                case "wandb":
+                    run.log({name: self._wandb_table(names, table, rows), "step": step})
+                case "tensorboard":
+                    run.add_text(name, text, step)
+                case "trackio":
+                    run.log({name: run.Table(names, table)}, step)
+                case "swanlab":
+                    run.log({name: run.Text(text)}, step)
+
+        self._to_trackers(show, f"{name} of step {step}")
+
+    def _to_trackers(self, act: Callable[[str, Any], None], what: str) -> None:
+        """Calls act(name, run) for each tracker. metrics.jsonl has everything, so the run goes on without one that
+        raises."""
+        for tracker, run in [*self.trackers.items()]:
+            try:
+                act(tracker, run)
+            except Exception as error:  # noqa: BLE001  each has exceptions of its own
+                del self.trackers[tracker]
+                why = f"{_one_line(error)}; it gets nothing more, metrics.jsonl has every step"
+                self.failed.append(f"--track {tracker}: {what} was not logged: {why}")
+                print(f"note: {self.failed[-1]}", flush=True)
 
     def _wandb_table(self, names: list[str], table: list[list], rows: Sequence[Mapping[str, Any]]) -> Any:
         """With the images themselves, which wandb uploads with the table."""
@@ -182,8 +204,8 @@ class Tracker:
     def notes(self) -> None:
         """Prints what went wrong in how many steps."""
         if self.enabled:
-            for alert in alerts_of_run(_rows(self.run_dir / "metrics.jsonl")):
-                self._say(f"note: {alert.text}")
+            for text in [*self.failed, *(alert.text for alert in alerts_of_run(_rows(self.run_dir / "metrics.jsonl")))]:
+                self._say(f"note: {text}")
 
     def report(self, of_training: bool = True) -> None:
         """Prints samples of the last validation, and how to see them all. of_training: also `notes`, the validation
@@ -232,12 +254,7 @@ class Tracker:
         if self.undrawn:
             self.curve()
         self.enabled = False
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.wandb is not None:
-            self.wandb.finish()
-        if self.trackio is not None:
-            self.trackio.finish()
+        self._to_trackers(lambda tracker, run: getattr(run, CLOSES.get(tracker, "finish"))(), "the end")
 
     def _show(self, values: Mapping[str, float], nonfinite: Mapping[str, str], step: int) -> None:
         parts = [shape.format(values[key]) for key, shape in self.numbers.items() if key in values]
@@ -265,41 +282,88 @@ class Tracker:
             text = f"{text[: width // 2 - 2]} … {text[-(width // 2 - 1) :]}"
         return text.encode(self.console.encoding, "replace").decode(self.console.encoding)
 
-    def _open_wandb(self, config: dict[str, Any]) -> Any:
-        wandb = _module("wandb")
-        id_file = self.run_dir / "wandb_id.txt"
-        if not (self.resume_step and id_file.exists()):
-            id_file.write_text(secrets.token_hex(4))
-        private_folder(self.run_dir / "wandb")  # wandb also stores there what was printed
+    def _open(self, tracker: str, config: dict[str, Any]) -> Any:
+        """The tracker's run. Raises InputError."""
+        package, project = _module(*OPENERS[tracker]), os.environ.get(PROJECTS.get(tracker, ""), PROJECT)
         try:
-            run = wandb.init(dir=self.run_dir, name=self.name, id=id_file.read_text(), resume="allow", config=config)
-        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"--track wandb: {reason} (or WANDB_MODE=offline, and `wandb sync` later)") from error
+            return getattr(self, f"_open_{tracker}")(package, project, config)
+        except Exception as error:  # no login, no network, no disk: each tracker has exceptions of its own
+            raise InputError(f"--track {tracker}: {_one_line(error)}{OFFLINE.get(tracker, '')}") from error
+
+    def _run_id(self, tracker: str) -> str:
+        file = self.run_dir / f"{tracker}_id.txt"
+        if not (self.resume_step and file.exists()):
+            file.write_text(secrets.token_hex(4))
+        return file.read_text()
+
+    def _open_wandb(self, wandb: Any, project: str, config: dict[str, Any]) -> Any:
+        private_folder(self.run_dir / "wandb")  # wandb also stores there what was printed
+        settings = {"project": project, "name": self.name, "id": self._run_id("wandb"), "config": config}
+        run = wandb.init(dir=self.run_dir, resume="allow", **settings)
         run.define_metric("*", step_metric="step")
         return run
 
-    def _open_tensorboard(self) -> Any:
-        writers = _module("tensorboard", "torch.utils.tensorboard")
+    def _open_swanlab(self, swanlab: Any, project: str, config: dict[str, Any]) -> Any:
+        private_folder(self.run_dir / "swanlab")
+        settings = {"project": project, "name": self.name, "id": self._run_id("swanlab"), "config": config}
+        swanlab.init(log_dir=self.run_dir / "swanlab", resume="allow", **settings)
+        return swanlab
+
+    def _open_trackio(self, trackio: Any, project: str, config: dict[str, Any]) -> Any:
+        resume = "allow" if self.resume_step else "never"
+        trackio.init(project, self.name, config=config, resume=resume, embed=False)
+        return trackio
+
+    def _open_mlflow(self, mlflow: Any, project: str, config: dict[str, Any]) -> Any:
+        os.environ.update(MLFLOW_WAITS | os.environ)
+        mlflow.set_experiment(project)
+        file = self.run_dir / "mlflow_id.txt"
+        if self.resume_step and file.exists():
+            mlflow.start_run(run_id=file.read_text())  # whose parameters cannot change
+        else:
+            file.write_text(mlflow.start_run(run_name=self.name).info.run_id)
+            mlflow.log_params({key: _cell(value) for key, value in config.items()})
+        return mlflow
+
+    def _open_tensorboard(self, writers: Any, _project: str, _config: dict[str, Any]) -> Any:
         private_folder(self.run_dir / "tensorboard")
         hide_from = self.resume_step + 1 if self.resume_step else 0
         return writers.SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=hide_from)
 
-    def _open_trackio(self, config: dict[str, Any]) -> Any:
-        trackio = _module("trackio")
-        project, resume = os.environ.get("TRACKIO_PROJECT", "plainrl"), "allow" if self.resume_step else "never"
-        try:
-            trackio.init(project, self.name, config=config, resume=resume, embed=False)
-        except (ValueError, OSError) as error:  # a name that it refuses; no token for TRACKIO_SPACE_ID
-            raise InputError(f"--track trackio: {str(error).splitlines()[0]}") from error
-        return trackio
+
+OPENERS = {name: (name, name) for name in ("wandb", "tensorboard", "trackio", "mlflow", "swanlab")}
+OPENERS["tensorboard"] = "tensorboard", "torch.utils.tensorboard"
+CLOSES = {"tensorboard": "close", "mlflow": "end_run"}
 
 
-def _module(tracker: str, name: str | None = None) -> Any:
+def _module(package: str, name: str) -> Any:
     try:
-        return import_module(name or tracker)
+        return import_module(name)
     except ImportError as error:
-        raise InputError(f"--track {tracker}: not installed; run `pip install {tracker}`") from error
+        raise InputError(f"--track {package}: not installed; run `pip install {package}`") from error
+
+
+def _one_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _send(tracker: str, run: Any, values: Mapping[str, float], step: int) -> None:
+    match tracker:
+        case "wandb":
+            run.log({**values, "step": step})
+        case "tensorboard":
+            for key, value in values.items():
+                run.add_scalar(key, value, step)
+        case "mlflow":
+            run.log_metrics({mlflow_name(key): value for key, value in values.items()}, step)
+        case _:
+            run.log({**values}, step)
+
+
+def mlflow_name(metric: str) -> str:
+    """A name that mlflow takes: of @ it becomes _at_, as in verl, and _ of what else is refused."""
+    parts = re.sub(r"[^/\w.\- :]", "_", metric.replace("@", "_at_")).split("/")
+    return "/".join(part if part.strip(".") else "_" for part in parts)[:250].rstrip("/")
 
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import math
 from itertools import combinations
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from lib.distributed import (
     Max,
     Mean,
     Min,
+    Std,
     Sum,
     add_metrics,
     reduce_metrics,
@@ -21,7 +23,7 @@ from lib.distributed import (
     timed,
     token_means,
 )
-from lib.run import data_metrics, extra_metrics, mismatch_metrics
+from lib.run import data_metrics, extra_metrics, mismatch_metrics, row_metrics
 from lib.run.alerts import alerts_of_run, alerts_of_step
 from lib.run.metrics import merge_metrics
 from lib.run.throughput import peak_tflops, throughput_metrics
@@ -226,7 +228,8 @@ def test_validated_rows_take_what_a_scorer_gave():
 
 
 def batch_of(rows: list[dict]) -> DataProto:
-    """Rows of {uid, score, prompt, response, trained, finish, advantage} (lengths in tokens), P = 4, T = 6."""
+    """Rows of {uid, score, prompt, response, trained, finish, advantage} (lengths in tokens), P = 4, T = 6. The KL
+    takes 0.25 of a row's reward; returns are 2 and values 3 times the advantage."""
     width_p, width_t = 4, 6
     prompt = torch.tensor([[0] * (width_p - r["prompt"]) + [1] * r["prompt"] for r in rows])
     response = torch.tensor([[1] * r["response"] + [0] * (width_t - r["response"]) for r in rows])
@@ -234,14 +237,22 @@ def batch_of(rows: list[dict]) -> DataProto:
     scores = torch.zeros(len(rows), width_t)
     for i, r in enumerate(rows):
         scores[i, max(r["response"] - 1, 0)] = r["score"]
+    valid_mask = trained.bool() & torch.tensor([[r["uid"] != "d"] for r in rows])  # d is rejected
+    advantages = torch.tensor([[r["advantage"]] * width_t for r in rows])
     tensors = {
         "prompts": torch.zeros(len(rows), width_p, dtype=torch.long),
         "responses": torch.zeros(len(rows), width_t, dtype=torch.long),
         "attention_mask": torch.cat([prompt, response], 1),
         "response_mask": trained,
         "token_level_scores": scores,
-        "advantages": torch.tensor([[r["advantage"]] * width_t for r in rows]),
-        "valid_mask": trained.bool() & torch.tensor([[r["uid"] != "d"] for r in rows]),  # d is rejected
+        "token_level_rewards": scores - torch.tensor([0.25, 0, 0, 0, 0, 0]),
+        "advantages": advantages,
+        "returns": 2 * advantages,
+        "values": 3 * advantages,
+        "valid_mask": valid_mask,
+        "loss_mask": valid_mask,
+        "group": torch.tensor([ord(r["uid"]) for r in rows]),
+        "position_ids": torch.cat([prompt, response], 1).cumsum(1) - 1,
     }
     objects = {
         "uid": np.array([r["uid"] for r in rows], dtype=object),
@@ -279,15 +290,36 @@ EXPECTED = {
     "prompt_length/mean": 13 / 7,
     "prompt_length/max": 3.0,
     "prompt_length/min": 1.0,
-    "advantages/mean": (3 * 0.5 - 4 * 0.5 + 3 * 0.1) / 19,
-    "advantages/max": 0.5,
-    "advantages/min": -0.5,
+    "prompt_length/clip_ratio": 0.0,
     "rollout/dead_rows": 1.0,
 }
+OF_TRAINED = {
+    f"{name}/{of}": times * value
+    for name, times in {"advantages": 1, "returns": 2, "values": 3}.items()
+    for of, value in {"mean": (3 * 0.5 - 4 * 0.5 + 3 * 0.1) / 19, "max": 0.5, "min": -0.5}.items()
+}
+OF_TRAINED |= {f"token_level_rewards/{of}": x - 0.25 for of, x in {"mean": 3 / 6, "max": 1.0, "min": 0.0}.items()}
+OF_TRAINED |= {"training/prompt_tokens": 17.0, "training/response_tokens": 28.0, "training/tokens": 45.0 + 5.0}
+OF_TRAINED |= {"training/rows_in": 8.0, "training/rows_trained": 6.0, "training/trained_share": 19 / 20}
 
 
 def test_data_metrics_by_hand():
     assert reduce_metrics(data_metrics(batch_of(ROWS))) == pytest.approx(EXPECTED, rel=1e-6)
+    full = [row("a", 1.0, 4, 3, 3), row("b", 1.0, 3, 3, 3), row("b", 1.0, 4, 3, 0)]
+    assert reduce_metrics(data_metrics(batch_of(full)))["prompt_length/clip_ratio"] == 0.5
+
+
+def of_trained(rows: list[dict]) -> dict:
+    """row_metrics without faults, of which some are about whole groups; with a row of 5 tokens sampled besides."""
+    besides = [batch_of([row("a", 1.0, 1, 4, 4)])] if rows[0] is ROWS[0] else []
+    return {key: value for key, value in row_metrics(batch_of(rows), *besides).items() if "faults/" not in key}
+
+
+def test_row_metrics_by_hand():
+    assert reduce_metrics(of_trained(ROWS)) == pytest.approx(OF_TRAINED, rel=1e-6)
+    without = batch_of(ROWS)
+    del without.batch["values"]
+    assert not [key for key in row_metrics(without) if key.startswith("values/")]  # there is no critic
 
 
 def test_zero_variance_of_several_rewards_is_that_of_each():
@@ -301,9 +333,9 @@ def test_zero_variance_of_several_rewards_is_that_of_each():
 
 def test_data_metrics_without_optional_keys_or_live_rows():
     batch = batch_of(ROWS)
-    batch.pop(["advantages"], ["finish_reason"])
+    batch.pop([], ["finish_reason"])
     without = reduce_metrics(data_metrics(batch))
-    expected = {k: v for k, v in EXPECTED.items() if "advantages" not in k and "clip_ratio" not in k}
+    expected = {k: v for k, v in EXPECTED.items() if k != "response_length/clip_ratio"}
     assert without == pytest.approx(expected, rel=1e-6)
     assert reduce_metrics(data_metrics(batch_of(ROWS[2:3]))) == {"rollout/dead_rows": 1.0}
 
@@ -311,13 +343,14 @@ def test_data_metrics_without_optional_keys_or_live_rows():
 def _rank_of_two(world, first) -> dict[str, float]:
     rank = world.rank
     rows = [row for i, row in enumerate(ROWS) if (i in first) == (rank == 0)]
-    local = data_metrics(batch_of(rows)) | {"actor/lr": 0.25, "x": [Sum(2), Sum(3)][rank], f"only/{rank}": Max(rank)}
+    local = data_metrics(batch_of(rows)) | of_trained(rows)
+    local |= {"actor/lr": 0.25, "x": [Sum(2), Sum(3)][rank], f"only/{rank}": Max(rank)}
     local |= {"empty": Mean(0, 0), "low": Min(5 - rank), "mean": Mean(10.0 * rank, 1 + rank)}
+    local["std"] = Std(*[(2.0, 4.0, 1), (10.0, 52.0, 2)][rank])  # of 2; of 4 and 6
+    extra = {"std": 2.0, "actor/lr": 0.25, "x": 5.0, "only/0": 0.0, "only/1": 1.0, "low": 4.0, "mean": 10 / 3}
     reduced = reduce_metrics(local)
-    extra = {"actor/lr": 0.25, "x": 5.0, "only/0": 0.0, "only/1": 1.0, "low": 4.0, "mean": 10 / 3}
-    assert reduced == pytest.approx(EXPECTED | extra, rel=1e-6)
-    assert reduced.keys() == (EXPECTED | extra).keys()
-    return {key: value for key, value in reduced.items() if key in EXPECTED}
+    assert reduced == pytest.approx(EXPECTED | OF_TRAINED | extra, rel=1e-6)
+    return {key: value for key, value in reduced.items() if key not in extra}
 
 
 @pytest.mark.parametrize("rows_of_first", [(0, 1, 2, 5, 6, 7), (1, 3, 5, 7), (0, 2)])
@@ -325,21 +358,40 @@ def test_two_ranks_give_the_numbers_of_one(rows_of_first):
     """With whole groups and unequal counts; with each group on both ranks."""
     first, second = run_ranks(2, _rank_of_two, rows_of_first)
     assert first == second
-    assert first == pytest.approx(reduce_metrics(data_metrics(batch_of(ROWS))), rel=1e-12)
+    assert first == pytest.approx(reduce_metrics(data_metrics(batch_of(ROWS)) | of_trained(ROWS)), rel=1e-12)
 
 
 # ---- time ----------------------------------------------------------------------------------------
 
 
 def test_the_clock_adds_up_and_survives_an_exception(monkeypatch):
-    ticks = iter([0.0, 1.0, 1.5, 6.0, 7.0, 9.0])
+    ticks = iter([0.0, 1.0, 1.5, 6.0, 7.0, 9.0, 9.0, 9.0])
     monkeypatch.setattr("lib.distributed.clock.time.perf_counter", lambda: next(ticks))
     start_step(1)
     with timed("rollout"), timed("reward"):  # a stage within a stage is part of the outer one: 1 .. 1.5
         pass
     with pytest.raises(KeyError), timed("rollout"):  # 6 .. 7
         raise KeyError
-    assert step_timing() == {"timing_s/step": 9.0, "timing_s/rollout": 1.5}
+    found = step_timing()
+    [(name, memory)] = [(key, found.pop(key)) for key in [*found] if key.startswith("perf/")]  # after the last rollout
+    assert found == {"timing_s/step": 9.0, "timing_s/rollout": 1.5}
+    assert name == "perf/memory_resident_gib/rollout"
+    assert reduce_metrics({name: memory}) == {name: pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)}
+    start_step(2)
+    assert step_timing().keys() == {"timing_s/step"}
+
+
+def test_memory_after_a_stage_is_that_of_the_accelerator(monkeypatch):
+    monkeypatch.setattr("lib.distributed.device.accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**32)
+    start_step(1)
+    for used in (2**31, 2**30):  # of the actor's log-probs and the reference's: after the last
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda used=used: used)
+        with timed("log_probs"):
+            pass
+    memory = {key: value for key, value in step_timing().items() if key.startswith("perf/")}
+    names = "perf/memory_allocated_gib/log_probs", "perf/memory_reserved_gib/log_probs"
+    assert memory == dict(zip(names, (Max(1.0), Max(4.0))))
 
 
 def test_throughput():
@@ -350,6 +402,10 @@ def test_throughput():
         "perf/tokens_per_s_per_device": 100.0,
         "perf/idle": 0.0,
     }
+    step |= {"training/prompt_tokens": 100, "training/response_tokens": 500, "timing_s/update": 1.2}
+    speed = throughput_metrics(step, n_devices=2)  # of the 800 tokens 200 were sampled and not trained on
+    per_token = {key: value for key, value in speed.items() if key.startswith("timing_per_token_ms/")}
+    assert per_token == {"timing_per_token_ms/rollout": 2.0, "timing_per_token_ms/update": pytest.approx(2.0)}
 
 
 @pytest.mark.parametrize(
@@ -464,6 +520,7 @@ def test_token_means_and_mismatch_equal_the_loop_however_they_are_split(split):
         "rollout/logp_diff_mean": np.mean([abs(a - b) for a, b in pairs]),
         "rollout/logp_diff_max": max(abs(a - b) for a, b in pairs),
         "rollout/prob_diff_mean": np.mean([abs(math.exp(a) - math.exp(b)) for a, b in pairs]),
+        "rollout/prob_diff_std": np.std([abs(math.exp(a) - math.exp(b)) for a, b in pairs], ddof=1),
         "rollout/prob_diff_max": max(abs(math.exp(a) - math.exp(b)) for a, b in pairs),
         "rollout/k1": np.mean([b - a for a, b in pairs]),
         "rollout/k3": np.mean([r - 1 - math.log(r) for r in ratios]),

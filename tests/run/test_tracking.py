@@ -1,10 +1,12 @@
-"""The run's logs: exact and valid JSON lines, resume, plain and terminal output, wandb offline, tensorboard, trackio,
-the curve."""
+"""The run's logs: exact and valid JSON lines, resume, plain and terminal output, the trackers offline, the curve."""
 
 import json
 import math
 import os
+import posixpath
 import pty
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ from PIL import Image
 from lib import InputError
 from lib.distributed import Max, Mean, reduce_metrics
 from lib.model import load_tokenizer
-from lib.run.tracking import Tracker, plot_curve, prompt_texts, sample_rows
+from lib.run.tracking import Tracker, mlflow_name, plot_curve, prompt_texts, sample_rows
 from tests.common import TOY_MODEL, full_disk, rollout_batch
 
 STEP = {"reward/mean": 0.5, "response_length/mean": 230.4, "perf/tokens_per_s": 12345.6, "actor/loss": -0.1}
@@ -100,9 +102,9 @@ def test_disabled_writes_nothing(tmp_path, capsys):
 
 
 def test_unknown_or_missing_tracker(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="--track mlflow: unknown"):
-        Tracker(tmp_path, {}, trackers=("mlflow",), total_steps=1)
-    for name in ("wandb", "trackio"):
+    with pytest.raises(InputError, match="--track aim: unknown; choose from wandb, tensorboard, trackio, mlflow, swan"):
+        Tracker(tmp_path, {}, trackers=("aim",), total_steps=1)
+    for name in ("wandb", "trackio", "mlflow", "swanlab"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(InputError, match=f"--track {name}: not installed; run `pip install {name}`"):
             Tracker(tmp_path, {}, trackers=(name,), total_steps=1)
@@ -321,9 +323,12 @@ def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
     Image.new("RGB", (8, 6), "red").save(tmp_path / "images/a.jpg")
     seen = {"images": ["a.jpg"], "tool_errors": ["turn 1, f, exception: ValueError: <b>"]}
     ids = []
-    for resume_step in (0, 2, 0):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for resume_step, project in ((0, "plainrl"), (2, "plainrl"), (0, "mine")):
+        if project == "mine":
+            monkeypatch.setenv("WANDB_PROJECT", project)
         tracker = Tracker(tmp_path, {"lr": 0.1}, trackers=("wandb",), total_steps=4, resume_step=resume_step)
-        assert tracker.wandb.config["lr"] == 0.1
+        assert tracker.trackers["wandb"].config["lr"] == 0.1 and tracker.trackers["wandb"].project == project
         tracker.log(STEP | {"bad": math.nan}, resume_step + 1)
         tracker.samples(SAMPLES, resume_step + 1)
         if resume_step == 2:
@@ -346,6 +351,23 @@ def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
     assert all(table["data"][0][1:4:2] == [0.5, SAMPLES[0]["response"]] for table in tables)
     _, score, prompt, response, _ = tables[0]["data"][1]
     assert score is None and prompt == "\\ud83d" and response == "x" * 2000 + " … " + "x" * 2000
+
+
+def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = Tracker(tmp_path, {}, trackers=("wandb", "tensorboard"), total_steps=3)
+    tracker.log(STEP, 1)
+    tracker.trackers["wandb"].finish()  # its process ends
+    tracker.log(STEP, 2)
+    tracker.samples(SAMPLES, 3)
+    tracker.log(STEP, 3)
+    assert [*tracker.trackers] == ["tensorboard"] and len(lines(tmp_path / "metrics.jsonl")) == 3
+    said = [line for line in capsys.readouterr().out.splitlines() if "--track" in line]
+    assert len(said) == 1 and re.match("note: --track wandb: step 2 was not logged: .+; it gets nothing more", said[0])
+    tracker.report()
+    tracker.close()
+    assert said[0] in capsys.readouterr().out.splitlines()  # again, at the end
 
 
 def test_tensorboard(tmp_path):
@@ -385,19 +407,94 @@ print(json.dumps([ports, [SQLiteStorage.get_logs("mine", run["name"], run_id=run
 """
 
 
+def tracked(program: str, folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
+    """In a process of its own: trackers read their environment when they are imported, and log in threads."""
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", program, str(folder / "run")]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
 def test_trackio_keeps_a_run_on_this_machine_and_resumes_the_same_one(tmp_path):
-    """In a process of its own: trackio reads TRACKIO_DIR when it is imported."""
     pytest.importorskip("trackio", reason="not in the requirements: pip install trackio")
     env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "TRACKIO_PROJECT": "mine"}
-    env["PYTHONPATH"] = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", TRACKED, str(tmp_path / "run")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = tracked(TRACKED, tmp_path, env)
     assert done.returncode == 0, done.stderr
     ports, runs = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert ports == [] and [[log["step"] for log in logs] for logs in runs] == [[1, 1, 3, 3], [1, 1]]
     assert runs[0][2].items() >= STEP.items() and math.isnan(runs[0][2]["bad"])
     table = runs[0][3]["samples/validation"]["_value"]
     assert len(table) == 8 and table[0] == {"step": 3, **SAMPLES[0]}
+
+
+HOSTILE = ["val/x/mean@1", "a//../b|c", "/root", "n" * 400, "reward//mean", ".", "a\nb", "数学/é", "x/" * 200, "@"]
+RESUMED = """
+import json, sys
+from lib import InputError
+from lib.run.tracking import Tracker
+from tests.run.test_tracking import HOSTILE, SAMPLES, STEP
+
+try:
+    for resume_step in (0, 2, 0):
+        config = {f"flag_{i}": i for i in range(250)} | {"lr": 0.1 + resume_step, "empty": "", "files": ["a"] * 999}
+        tracker = Tracker(sys.argv[1], config, trackers=("TRACKER",), total_steps=4, resume_step=resume_step)
+        hostile = {name: 0.5 for name in HOSTILE if name != "."}
+        tracker.log(STEP | hostile | {"bad": float("nan"), "inf": float("inf")}, resume_step + 1)
+        tracker.samples(SAMPLES, resume_step + 1)
+        assert tracker.failed == [], tracker.failed
+        tracker.close()
+except InputError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_mlflow_gets_names_that_it_takes(name):
+    """Its rule: letters, digits, _-. :/, at most 250, and no path that is another's."""
+    taken = mlflow_name(name)
+    assert re.fullmatch(r"[/\w.\- :]{1,250}", taken) and posixpath.normpath(taken) == taken
+    assert taken[0] != "/" and taken != "." and not taken.startswith("..")
+    assert mlflow_name("val/openai/gsm8k/acc/mean@4") == "val/openai/gsm8k/acc/mean_at_4"
+    assert mlflow_name("reward//mean") != mlflow_name("reward/mean") == "reward/mean"
+
+
+def test_mlflow_resumes_the_same_run(tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="not in the requirements: pip install mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    env = os.environ | {"MLFLOW_TRACKING_URI": uri, "MLFLOW_EXPERIMENT_NAME": "it's mine"}
+    done = tracked(RESUMED.replace("TRACKER", "mlflow"), tmp_path, env)
+    assert done.returncode == 0, done.stderr
+    client = mlflow.MlflowClient(uri)
+    [experiment] = client.search_experiments(filter_string="name LIKE '%mine'")
+    runs = sorted(client.search_runs([experiment.experiment_id]), key=lambda run: run.info.start_time)
+    assert [run.info.run_name for run in runs] == ["run", "run"] and runs[1].info.status == "FINISHED"
+    histories = [[(x.step, x.value) for x in client.get_metric_history(r.info.run_id, "reward/mean")] for r in runs]
+    assert histories == [[(1, 0.5), (3, 0.5)], [(1, 0.5)]]
+    found = runs[0].data.metrics
+    assert math.isnan(found["bad"]) and found["inf"] > 1e300 and found["val/x/mean_at_1"] == 0.5
+    assert len(found) == len(STEP) + len(HOSTILE) + 1
+    assert runs[0].data.params["lr"] == "0.1" and len(runs[0].data.params) == 253
+
+
+def test_a_server_of_mlflow_that_does_not_answer_is_one_line(tmp_path):
+    pytest.importorskip("mlflow", reason="not in the requirements: pip install mlflow")
+    env = os.environ | {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env["MLFLOW_TRACKING_URI"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = tracked(RESUMED.replace("TRACKER", "mlflow"), tmp_path, env)
+    assert done.returncode == 1 and re.search("^refused: --track mlflow: .*(timed out|Max retries)", done.stderr, re.M)
+
+
+def test_swanlab_resumes_the_same_run(tmp_path):
+    pytest.importorskip("swanlab", reason="not in the requirements: pip install swanlab")
+    env = os.environ | {"SWANLAB_MODE": "offline", "SWANLAB_SAVE_DIR": str(tmp_path)}
+    done = tracked(RESUMED.replace("TRACKER", "swanlab"), tmp_path, env)
+    assert done.returncode == 0, done.stderr
+    runs = sorted((tmp_path / "run/swanlab").glob("run-*"))
+    ids = [run.name.rpartition("-")[2] for run in runs]
+    assert ids[0] == ids[1] != ids[2] and (tmp_path / "run/swanlab").stat().st_mode & 0o777 == 0o700
+    env |= {"SWANLAB_MODE": "online", "SWANLAB_API_KEY": ""}
+    done = tracked(RESUMED.replace("TRACKER", "swanlab"), tmp_path, env)
+    assert done.returncode == 1 and re.search("^refused: --track swanlab: .*SWANLAB_MODE=offline", done.stderr, re.M)
 
 
 def test_a_sample_has_the_prompt_that_the_model_read():
