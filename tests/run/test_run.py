@@ -512,8 +512,8 @@ def test_config_json_says_what_takes_effect(tmp_path, capfd):
         sizes, correction = shared.step_sizes(args, 1), setup.check_algorithm(args, cpu)
         return setup.effective_settings(args, cpu, correction, setup.needed_log_probs(args, sizes, correction))
 
-    on_policy = {"compute_dtype": "float32", "attn_implementation": "packed_sdpa", "old_log_probs": "not needed"}
-    on_policy["rollout_engine"] = "hf"
+    on_policy = {"rollout_engine": "hf", "compute_dtype": "float32", "attn_implementation": "packed_sdpa"}
+    on_policy |= {"old_log_probs": "not needed"}
     assert effective() == on_policy | {"rollout_correction": "none"}
     args.rollout.async_level = 1
     correction = {"level": "token", "bounds": (0, 2)}
