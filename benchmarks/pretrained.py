@@ -47,7 +47,7 @@ PANELS = {
 AT_THE_END = {  # means of the last five steps
     "response_length/mean": "tokens of a response",
     "actor/entropy": "entropy (nats)",
-    "rollout/prob_diff_mean": "`rollout/prob_diff_mean`",
+    "training/rollout_probs_diff_mean": "`training/rollout_probs_diff_mean`",
 }
 
 
@@ -88,7 +88,8 @@ def records() -> list[tuple[str, dict, list[dict]]]:
     runs = []
     for name in RUNS:
         for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl")):
-            how, *rows = map(json.loads, file.read_text().splitlines())
+            text = file.read_text().replace('"rollout/prob_diff_mean"', '"training/rollout_probs_diff_mean"')  # till 2026-11
+            how, *rows = map(json.loads, text.splitlines())
             runs.append((name, how, rows))
     return runs
 

@@ -370,10 +370,11 @@ class Trainer:
         p = {u: x.log_prob.item() for u, x in new.items()}
         x = [p[u] - rollout[u] for u in new]
         r, cut = [r_of(d) for d in x], self.args.rollout
-        apart = {"logp_diff": [abs(d) for d in x], "prob_diff": [abs(exp(p[u]) - exp(rollout[u])) for u in new]}
-        metrics = {f"{name}_{f.__name__}": f(values) for name, values in apart.items() for f in (mean, max)}
-        metrics |= {"k1": -mean(x), "k3": mean(q - 1 - d for q, d in zip(r, x)), "chi2": mean(q * q - 1 for q in r)}
+        probs = [abs(exp(p[u]) - exp(rollout[u])) for u in new]
+        apart = {"rollout/logp_diff": [abs(d) for d in x], "training/rollout_probs_diff": probs}
+        metrics = {"k1": -mean(x), "k3": mean(q - 1 - d for q, d in zip(r, x)), "chi2": mean(q * q - 1 for q in r)}
         metrics |= {"ratio_mean": mean(r), "ratio_max": max(r), "ratio_min": min(r)}
         if (cut.top_p, max(cut.top_k, 0), cut.min_p) != (1, 0, 0):
             metrics["outside_top_p"] = mean(float(s.outside) for s in new.values())
-        return {f"rollout/{name}": value for name, value in metrics.items()}
+        metrics = {f"rollout/{name}": value for name, value in metrics.items()}
+        return metrics | {f"{name}_{f.__name__}": f(values) for name, values in apart.items() for f in (mean, max)}

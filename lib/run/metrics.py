@@ -184,8 +184,8 @@ def mismatch_metrics(
 ) -> dict[str, Metric]:
     """How far the trainer's log-probs are from the engine's, with the same weights. All (B, T).
 
-    r = π_train / π_rollout, the log ratio clamped to ±20. rollout/logp_diff and prob_diff: mean and max |difference|;
-    prob_diff_std: its standard deviation;
+    r = π_train / π_rollout, the log ratio clamped to ±20. logp_diff: mean and max |difference|; rollout_probs_diff:
+    mean, max and standard deviation of the difference of the probabilities (verl's names);
     k1, k3: estimates of KL(π_rollout ‖ π_train) on tokens sampled from π_rollout; ratio_mean, ratio_max, ratio_min of
     r; chi2 = mean r² − 1, the χ² divergence: with importance weights r the effective sample size is about 1 / (1 +
     chi2) of the sample. outside_top_p: share of tokens that the trainer's top-p or top-k would not have kept
@@ -199,19 +199,19 @@ def mismatch_metrics(
     ratio = log_ratio.exp()
     logp_diff, prob_diff = (train - rollout).abs(), (train.exp() - rollout.exp()).abs()
     means = {
-        "logp_diff_mean": logp_diff,
-        "prob_diff_mean": prob_diff,
-        "k1": -log_ratio,
-        "k3": torch.expm1(log_ratio) - log_ratio,
-        "ratio_mean": ratio,
-        "chi2": ratio.square() - 1,
+        "rollout/logp_diff_mean": logp_diff,
+        "training/rollout_probs_diff_mean": prob_diff,
+        "rollout/k1": -log_ratio,
+        "rollout/k3": torch.expm1(log_ratio) - log_ratio,
+        "rollout/ratio_mean": ratio,
+        "rollout/chi2": ratio.square() - 1,
     }
     if outside_top_p is not None:
-        means["outside_top_p"] = outside_top_p
-    largest = {"logp_diff_max": logp_diff, "prob_diff_max": prob_diff, "ratio_max": ratio}
+        means["rollout/outside_top_p"] = outside_top_p
+    largest = {"rollout/logp_diff_max": logp_diff, "training/rollout_probs_diff_max": prob_diff, "rollout/ratio_max": ratio}
     return {
-        **{f"rollout/{name}": mean for name, mean in token_means(means, mask).items()},
-        "rollout/prob_diff_std": Std(prob_diff.sum(), prob_diff.square().sum(), mask.sum()),
-        **{f"rollout/{name}": Max(value.where(mask, -math.inf).amax()) for name, value in largest.items()},
+        **token_means(means, mask),
+        "training/rollout_probs_diff_std": Std(prob_diff.sum(), prob_diff.square().sum(), mask.sum()),
+        **{name: Max(value.where(mask, -math.inf).amax()) for name, value in largest.items()},
         "rollout/ratio_min": Min(ratio.where(mask, math.inf).amin()),
     }
