@@ -208,7 +208,8 @@ def mismatch_metrics(
     }
     if outside_top_p is not None:
         means["rollout/outside_top_p"] = outside_top_p
-    largest = {"rollout/logp_diff_max": logp_diff, "training/rollout_probs_diff_max": prob_diff, "rollout/ratio_max": ratio}
+    largest = {"rollout/logp_diff_max": logp_diff, "rollout/ratio_max": ratio}
+    largest["training/rollout_probs_diff_max"] = prob_diff
     return {
         **token_means(means, mask),
         "training/rollout_probs_diff_std": Std(prob_diff.sum(), prob_diff.square().sum(), mask.sum()),
