@@ -88,7 +88,7 @@ def records() -> list[tuple[str, dict, list[dict]]]:
     runs = []
     for name in RUNS:
         for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl")):
-            text = file.read_text().replace("rollout/prob_diff", "training/rollout_probs_diff")  # its name until 2026-11
+            text = file.read_text().replace("rollout/prob_diff", "training/rollout_probs_diff")  # old name
             how, *rows = map(json.loads, text.splitlines())
             runs.append((name, how, rows))
     return runs
