@@ -8,8 +8,8 @@ normalised by *global* counts by `world_size`."""
 # ruff: noqa: F401, I001  these names are what the package offers
 
 from lib.distributed.clock import start_step, step_timing, timed
-from lib.distributed.collectives import TakeOwn, all_gather_lists, all_to_all, all_to_all_objects, global_counts
-from lib.distributed.collectives import address_towards, all_reduce_max, broadcast, on_first_rank
+from lib.distributed.collectives import TakeOwn, all_gather_lists, all_to_all, all_to_all_objects
+from lib.distributed.collectives import address_towards, all_reduce_max, broadcast, global_counts, on_first_rank
 from lib.distributed.collectives import in_thread, join_group, new_cpu_group, new_cpu_subgroup
 from lib.distributed.device import (
     COMPILED,
@@ -21,7 +21,7 @@ from lib.distributed.device import (
     dump_memory,
 )
 from lib.distributed.device import device_rng_state, has_flash_attention, own_devices, profiler_activities
-from lib.distributed.device import record_memory, set_device_rng_state, synchronize, total_memory
+from lib.distributed.device import record_memory, set_device_rng_state, synchronize, to_device, total_memory
 from lib.distributed.launch import NO_ROOM, OVER, JobOver, World, init_distributed, is_on_one_node, run, wait_for_all
 from lib.distributed.launch import advise_out_of_memory, job_store, listening_store, on_early_end, print_last
 from lib.distributed.reduced import Max, Mean, Metric, Min, Std, Sum, add_metrics, check_number, faults

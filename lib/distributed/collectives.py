@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from lib import InputError
-from lib.distributed.device import device_setter
+from lib.distributed.device import device_setter, single_rank_backend
 from lib.distributed.launch import collective_timeout
 
 
@@ -60,7 +59,8 @@ def in_thread(call: Callable[[], Any]) -> Future:
 
 def new_cpu_group() -> dist.ProcessGroup:
     """A second group of all ranks: its collectives (of CPU tensors and objects) cannot mix with the default group's."""
-    return dist.new_group(backend="gloo" if dist.get_world_size() > 1 else "fake", timeout=collective_timeout())
+    backend = "gloo" if dist.get_world_size() > 1 else single_rank_backend()
+    return dist.new_group(backend=backend, timeout=collective_timeout())
 
 
 def new_cpu_subgroup(ranks: int) -> dist.ProcessGroup:
@@ -109,6 +109,8 @@ def all_to_all(
 ) -> torch.Tensor:
     """Sends the i-th part of x to rank i of the group; returns the parts that its ranks sent here, in rank order. Parts
     are cut along the first dimension, equally or by the lengths `send` and `receive`. Gradients go the way back."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd  # private: for who asks for it
+
     return all_to_all_single_autograd(x.contiguous(), receive, send, group)
 
 

@@ -2,7 +2,8 @@
 torch has for every accelerator (`torch.accelerator`, `torch.get_device_module`) is used as it is."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ def collective_backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{COLLECTIVES[device.type]}"
 
 
+def single_rank_backend() -> str:
+    """Of a group of one rank: returns its own values, as every collective of a single rank does, and opens no port."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  torch knows the name; this registers the backend
+
+    return "fake"
+
+
 def device_setter() -> Callable[[], None]:
     """Call it in a new thread: the thread's GPU becomes that of this thread. Otherwise it is GPU 0, where its first use
     takes half a GB of every rank."""
@@ -42,6 +50,21 @@ def device_setter() -> Callable[[], None]:
         return lambda: None
     module = torch.get_device_module(device)
     return partial(module.set_device, module.current_device())
+
+
+def to_device(tree: Any, device: torch.device) -> Any:
+    """The same nest of mappings, sequences and dataclasses, with its tensors, which are on the CPU, on the device."""
+    move = partial(to_device, device=device)
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device, non_blocking=True)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return replace(tree, **{field.name: move(getattr(tree, field.name)) for field in fields(tree)})
+    if isinstance(tree, Mapping):
+        return {name: move(x) for name, x in tree.items()}
+    if isinstance(tree, list | tuple):
+        moved = map(move, tree)
+        return type(tree)(*moved) if hasattr(tree, "_fields") else type(tree)(moved)  # a NamedTuple takes its fields
+    return tree
 
 
 def synchronize() -> None:

@@ -25,13 +25,12 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.flags import threads_of_environment
 from lib.cli.process import end_interrupted
-from lib.distributed.device import accelerator, collective_backend
+from lib.distributed.device import accelerator, collective_backend, single_rank_backend
 from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
 
 T = TypeVar("T")
@@ -139,8 +138,7 @@ def init_distributed(
         start = {**describe(trains), "the device": (device.type, device.type)}
         check_equal_starts(store, rank, size, start)  # first: a collective needs the same number of trainers everywhere
     if trains:
-        # "fake" returns a rank's own values, as every collective of a single rank does, and it opens no port
-        backend = "fake" if trainers == 1 else collective_backend(device)
+        backend = single_rank_backend() if trainers == 1 else collective_backend(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=_timeout)
     return World(rank, trainers, device)
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._pytree import register_dataclass, tree_map_only
+from torch.export import register_dataclass
 from transformers import PreTrainedModel
 
 from lib.data import LAYOUT, PrefixTree, on_host, prefix_tree, prepare_dynamic_batch, restore_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup, TakeOwn, all_to_all, fsdp_modules
+from lib.distributed import RowGroup, TakeOwn, all_to_all, fsdp_modules, to_device
 from lib.model.routing import ROUTES, chosen_experts, routes_of_tokens, rows_of_routes
 from lib.model.vision import images_of
 
@@ -150,7 +150,7 @@ def _of_group(
         routes.extend(itertools.compress(found, (rows.batch["rank"] == rank).tolist()))
 
     if row_group.split == "weights":
-        inputs, select, y, own, own_target = _to(device, (inputs, select, y, own.nonzero()[:, 0], own_target))
+        inputs, select, y, own, own_target = to_device((inputs, select, y, own.nonzero()[:, 0], own_target), device)
         results = torch.stack(forward(inputs, select, y), 1)
         if routes is not None:
             record(chosen_experts(model))
@@ -163,7 +163,7 @@ def _of_group(
     runner = select[own] // tokens
     send, receive = (ranks.bincount(minlength=group.size()).tolist() for ranks in (owner[here], runner))
     own_target = own_target[runner.argsort(stable=True)]
-    inputs, select, y, own_target = _to(device, (inputs, select[here] - rank * tokens, y[here], own_target))
+    inputs, select, y, own_target = to_device((inputs, select[here] - rank * tokens, y[here], own_target), device)
     results = torch.stack(forward(inputs, select, y), 1)
     if routes is not None:
         record(DataProto.from_dict({ROUTES: chosen_experts(model)}).all_gather(group).batch[ROUTES])
@@ -228,7 +228,7 @@ def _response_inputs(
     model.real_tokens = slice(None)
     if not padding_free:
         padding = F.pad(places[:, 1:] == places[:, :-1], (1, 0)).flatten()
-        model.real_tokens = _to(device, (~padding).nonzero()[:, 0])
+        model.real_tokens = to_device((~padding).nonzero()[:, 0], device)
     if len(recorded):
         inputs[ROUTES] = routes_of_tokens(list(recorded), attention, token.flatten())
         if not padding_free:  # whose experts do not matter
@@ -241,7 +241,7 @@ def _response_inputs(
     if images is not None:
         inputs["images"] = images
     if not padding_free:
-        return *_to(device, (inputs, select, target)), place
+        return *to_device((inputs, select, target), device), place
     if model.takes_rows:
         inputs["sequence_rows"] = sequence_rows(tree)
     if model.config._attn_implementation.startswith("flash"):
@@ -255,11 +255,7 @@ def _response_inputs(
             inputs["packed_runs"] = PackedRuns(_packed_runs(tree, None if images is None else images.blocks))
         # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
         inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=device)
-    return *_to(device, (inputs, select, target)), place
-
-
-def _to(device: torch.device, tree: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), tree)
+    return *to_device((inputs, select, target), device), place
 
 
 def _packed_runs(tree: PrefixTree, blocks: torch.Tensor | None) -> list[PackedRun]:

@@ -12,12 +12,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import register_dataclass, tree_map_only
+from torch.export import register_dataclass
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lib import InputError
 from lib.data.vision import media_kinds
+from lib.distributed import to_device
 
 
 # ---- families ------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def images_of_prompts(
     has_images = torch.tensor([bool(row) for row in rows])[:, None].expand_as(on_cpu)
     sampled = torch.zeros(len(ids), 0, dtype=torch.bool) if sampled is None else sampled
     images = images_of(model, rows, on_cpu, sampled, has_images, place, ids.shape)
-    return tree_map_only(torch.Tensor, lambda x: x.to(ids.device), images)
+    return to_device(images, ids.device)
 
 
 class _Kind(NamedTuple):
