@@ -8,7 +8,7 @@ normalised by *global* counts by `world_size`."""
 # ruff: noqa: F401, I001  these names are what the package offers
 
 from lib.distributed.clock import start_step, step_timing, timed
-from lib.distributed.collectives import TakeOwn, all_gather_lists, all_to_all, all_to_all_objects
+from lib.distributed.collectives import BUCKET_BYTES, TakeOwn, all_gather_lists, all_to_all, all_to_all_objects
 from lib.distributed.collectives import address_towards, all_reduce_max, broadcast, global_counts, on_first_rank
 from lib.distributed.collectives import in_thread, join_group, new_cpu_group, new_cpu_subgroup
 from lib.distributed.device import (

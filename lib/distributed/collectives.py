@@ -15,6 +15,8 @@ from lib import InputError
 from lib.distributed.device import device_setter, single_rank_backend
 from lib.distributed.launch import collective_timeout
 
+BUCKET_BYTES = 256 << 20  # of a broadcast of weights to servers; a larger tensor goes alone
+
 
 def address_towards(host: str, port: int) -> str:
     """This machine's address on the network through which it reaches `host`. Raises OSError."""

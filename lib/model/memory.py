@@ -51,7 +51,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
 from lib.data import local_copy
-from lib.distributed import ESTIMATED, trainable_parameters
+from lib.distributed import BUCKET_BYTES, ESTIMATED, trainable_parameters
 from lib.model import load, log_probs
 from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
 from lib.model.trace import replaced
@@ -60,7 +60,6 @@ from lib.model.vision import cache_keyword, family_of, patches_per_feature, towe
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device
-BUCKET_BYTES = 256 << 20  # of a broadcast of weights to servers; a larger tensor goes alone
 Moments = dict[str, dict[str, int]]  # moment -> part -> bytes on one rank
 
 

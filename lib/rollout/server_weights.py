@@ -17,8 +17,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from lib import InputError
-from lib.distributed import address_towards, broadcast, compute_device, in_thread, join_group, listening_store
-from lib.model.memory import BUCKET_BYTES
+from lib.distributed import (
+    BUCKET_BYTES,
+    address_towards,
+    broadcast,
+    compute_device,
+    in_thread,
+    join_group,
+    listening_store,
+)
 from lib.rollout.servers import Servers
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 

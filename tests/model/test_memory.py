@@ -22,6 +22,7 @@ import lib.model.log_probs
 from lib import InputError
 from lib.args import step_sizes
 from lib.distributed import (
+    BUCKET_BYTES,
     advise_out_of_memory,
     enter_stage,
     make_mesh,
@@ -42,7 +43,6 @@ from lib.model import (
     response_values,
 )
 from lib.model.memory import (
-    BUCKET_BYTES,
     GIB,
     HEADROOM,
     estimate_memory,
