@@ -22,9 +22,10 @@ from lib.distributed import (
     on_first_rank,
     total_memory,
 )
-from lib.model.flops import StepFlops, estimate_flops, flops_of
+from lib.model.flops import flops_of
 from lib.model.memory import GIB, Moments, estimate_memory, fits, kv_bytes_per_token, memory_table, meta_model
 from lib.model.roofline import Speed
+from lib.model.step_flops import StepFlops, estimate_flops
 from lib.plan import EngineRates, Split, plan_table, predict, read_lengths
 from lib.run.throughput import PEAK_TFLOPS, peak_tflops
 from lib.setup import Inputs, advantage_columns, check_algorithm, get_compute_dtype, needed_log_probs

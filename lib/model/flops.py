@@ -11,15 +11,14 @@ sequence that predicts one not at all, and of a mixture the experts that a token
 frozen tower, which has no backward, 2. Too much is counted for sliding windows, too little for layers that carry a
 state and for the tower of a vision model (their weights only)."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lib.data import PrefixTree, attention_width, count_patches, on_host, prefix_tree
+from lib.data import PrefixTree, attention_width, count_patches, on_host
 from lib.data_proto import DataProto
-from lib.model.memory import meta_model
 from lib.model.vision import patches_per_feature, vision_names
 
 
@@ -31,14 +30,6 @@ class Flops(NamedTuple):
     pair: float  # of attention, for one token and one that it sees
     patch: float = 0.0  # of a vision model's tower and projector, for one patch of an image
     patch_size: int = 0
-
-
-class StepFlops(NamedTuple):
-    """FLOPs of a step over all ranks, without the rollout."""
-
-    update: float
-    log_probs: float  # forward passes before the update: old log-probs, the reference's, the critic's values
-    recomputed: float  # what gradient checkpointing computes twice
 
 
 def flops_of(model: PreTrainedModel) -> Flops:
@@ -75,47 +66,6 @@ def update_flops(flops: Flops, micro: DataProto, tree: PrefixTree) -> float:
     of_text = sum(tree.lengths) * flops.token + trained * flops.prediction + pairs * flops.pair
     encoded = {rows[0] for rows, above in zip(tree.rows, tree.above) if not above}  # the others share their prompts
     return of_text + float(count_patches(micro, flops.patch_size)[sorted(encoded)].sum()) * flops.patch
-
-
-def estimate_flops(
-    model: str,
-    *,
-    prompts: int,
-    group_size: int,
-    max_prompt_length: int,
-    max_response_length: int,
-    update_epochs: int,
-    log_prob_passes: int,
-    share_prompts: bool = True,
-    gradient_checkpointing: bool = False,
-    critic_model: str = "",
-    **of_model: Any,
-) -> StepFlops:
-    """Of a step in which each prompt (without images) and each response is as long as it may be. Models: as in
-    `meta_model`, which also takes of_model, such as `lora_rank`. update_epochs: passes of the update over the step's
-    rows. log_prob_passes: forward passes with the policy or its reference before the update."""
-    mask = torch.ones(group_size, max_prompt_length + max_response_length, dtype=torch.long)
-    responses = mask[:, max_prompt_length:]
-    tensors = {"input_ids": mask, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
-    group = DataProto.from_dict(tensors | {"response_mask": responses})
-    tree = prefix_tree(group, share=share_prompts)
-
-    def of_step(flops: Flops) -> float:
-        return prompts * update_flops(flops, group, tree)
-
-    update = log_probs = recomputed = 0.0
-    policy = AutoModelForCausalLM, model, "--model", log_prob_passes
-    critic = AutoModelForTokenClassification, critic_model, "--critic-model", 1
-    for auto_class, path, flag, passes in (policy, critic):
-        if path:
-            network = meta_model(auto_class, path, flag, torch.bfloat16, **of_model)
-            trained, frozen = flops_of(network), flops_of(network.requires_grad_(False))
-            forward = Flops(frozen.token / 2, frozen.prediction / 2, frozen.pair / 3)
-            update += of_step(trained) * update_epochs
-            log_probs += of_step(forward) * passes
-            if gradient_checkpointing:
-                recomputed += of_step(forward._replace(prediction=0.0)) * update_epochs
-    return StepFlops(update, log_probs, recomputed)
 
 
 def _products(weight: torch.Tensor) -> float:
