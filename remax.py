@@ -93,7 +93,7 @@ if __name__ == "__main__":  # before the slow imports, so that --help and errors
 
 import torch
 
-from lib import core_algos, estimate, setup
+from lib import core_algos, report, setup
 from lib.agent import agent_metrics
 from lib.data import gather_columns
 from lib.data_proto import DataProto
@@ -215,10 +215,10 @@ def main(args: Args) -> None:
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     inputs = setup.load_inputs(args)
     if world.rank == 0:
-        print(estimate.describe(args, sizes, world, inputs), flush=True)
+        print(report.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
-    estimate.check_memory(args, sizes, world)
+    report.check_memory(args, sizes, world)
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
     run = open_run(args, world, __file__, effective)  # its folder, its logs, the checkpoint to resume from
 

@@ -1,4 +1,4 @@
-"""What a run will do, and what a step of it needs in memory and time. Flags that do not fit the GPU are refused."""
+"""What a step needs in memory and time, for --dry-run. Flags that do not fit the GPU are refused."""
 
 import copy
 import math
@@ -10,16 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lib import InputError
-from lib.args import ROOT, ScriptArgs, Sizes, engine_rows, step_sizes, training_ranks
+from lib.args import ScriptArgs, Sizes, engine_rows, step_sizes, training_ranks
 from lib.cli.flags import as_flag, check_flags, parse_json
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import (
     ESTIMATED,
-    World,
     accelerator,
-    advise_out_of_memory,
     device_name,
-    on_first_rank,
     total_memory,
 )
 from lib.model.flops import flops_of
@@ -33,7 +30,6 @@ from lib.traced_step import Traced, speed_table, trace_step, trace_table
 
 MFU = 0.3  # of an update, for its time: an assumption
 NO_SAVER = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
-NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
 
 
 class Gpu(NamedTuple):
@@ -45,54 +41,13 @@ class Gpu(NamedTuple):
 H100 = Gpu("H100", 80 * GIB, PEAK_TFLOPS["H100"])
 
 
-def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> str:
-    """The model, the data and the sizes of a step; with --dry-run also the memory and FLOPs that a step needs."""
-
-    def shown(paths: tuple[str, ...]) -> str:
-        return ", ".join(path.removeprefix(f"{ROOT}/") for path in paths)
-
-    def rows_of(dataset, files: tuple[str, ...]) -> str:
-        counts = dict(getattr(dataset, "dropped", {}))
-        if escaped := getattr(dataset, "escaped", 0):
-            counts["special_tokens_as_text"] = escaped
-        if incomplete := getattr(dataset, "incomplete", 0):
-            counts["without a message that the chat template leaves out"] = incomplete
-        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())}) from {shown(files)}"
-
-    train_data, val_sets = inputs.train_data, list(zip(args.validation.sets(), inputs.val_data))
-    ranks = f"on {training_ranks(args)} rank(s) of {world.device.type}"
-    if args.rollout.rollout_gpus:
-        servers = args.rollout.rollout_gpus // args.rollout.rollout_tensor_parallel_size
-        ranks += f" (and {servers} vLLM server(s) on {args.rollout.rollout_gpus} more)"
-    lines = [f"model: {shown((args.model.model,))}"]
-    if train_data is not None:
-        lines += [f"training prompts: {rows_of(train_data, args.data.train_files)}"]
-    lines += [f"no effect here: {'; '.join(args.no_effect)}"] * bool(args.no_effect)
-    lines += [f"validation prompts: {rows_of(data, val_set.files)}" for val_set, data in val_sets]
-    lines += ["validation prompts: none"] * (not val_sets)
-    for dataset in (train_data, *inputs.val_data):
-        if row := getattr(dataset, "without_tools_kwargs", None):
-            lines += [f"note: {row}: need_tools_kwargs is true, and there are no tools_kwargs"]
-    if train_data is None:  # --val-only
-        sampled = [(len(data), val_set.samples) for val_set, data in val_sets]
-        of_sets = " + ".join(f"{rows} x {n}" for rows, n in sampled)
-        return "\n".join([*lines, f"{of_sets} = {sum(rows * n for rows, n in sampled)} responses {ranks}"])
-    responses, total_steps = args.prompts_per_step * args.group_size, args.run.total_steps
-    lines += [
-        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step {ranks}, "
-        f"{sizes.updates_per_step} update(s) of {responses // args.num_mini_batches} rows; {total_steps} steps = "
-        f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs",
-    ]
-    if args.lr == 0:
-        lines += ["note: --lr 0 leaves the policy as it is"]
-    if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
-        lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
+def describe_dry_run(args: ScriptArgs, sizes: Sizes, inputs: Inputs) -> str:
+    """Tables of what a step needs on the --dry-run GPUs; with --trace what it allocates, with --plan its seconds."""
     gpu = gpu_here()
-    if args.run.dry_run:
-        traced = trace_step(args, inputs) if args.run.trace else None  # before any backward pass
-        lines += [describe_needs(args, sizes, gpu)]
-        lines += [describe_trace(args, sizes, traced, gpu)] if traced else []
-        lines += [describe_plan(args, gpu, traced)] if args.run.plan else []
+    traced = trace_step(args, inputs) if args.run.trace else None  # before any backward pass
+    lines = [describe_needs(args, sizes, gpu)]
+    lines += [describe_trace(args, sizes, traced, gpu)] if traced else []
+    lines += [describe_plan(args, gpu, traced)] if args.run.plan else []
     return "\n".join(lines)
 
 
@@ -198,17 +153,6 @@ def gathered_bytes_per_token(args: ScriptArgs) -> int:
     gathered = [column for name, column in COLUMNS.items() if name in read or column.gathered == "always"]
     columns = [*gathered, *TABLE["grpo.py: add_advantages"]]
     return sum(getattr(torch, column.dtype).itemsize for column in columns if column.width == "T")
-
-
-def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
-    """On a GPU, before a model loads: raises InputError if the estimate of the flags does not fit. A collective.
-    Skipped with --no-memory-check, a .gguf model and tensor parallelism, which the estimate does not know."""
-    advise_out_of_memory(partial(memory_advice, args, world.size))
-    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
-    if world.device.type == "cpu" or unknown or not args.run.memory_check or args.validation.val_only:
-        return
-    gpu = total_memory(world.device)
-    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
 
 
 def memory_advice(args: ScriptArgs, ranks: int, stage: str) -> str:

@@ -180,7 +180,7 @@ class _Step:
                 (setup, "get_compute_dtype", lambda name, _: getattr(torch, "bfloat16" if name == "auto" else name)),
                 (setup, "get_attention", attention_of_h100),
                 (setup, "load_inputs", lambda _: step.inputs),
-                (script, "estimate", _Estimate),
+                (script, "report", _Report),
                 (script, "open_run", lambda *_, **__: _Run(step)),
                 (setup, "make_rollouts", lambda *_: _Rollouts(step)),
                 (setup, "make_rewards_and_validation", lambda *_: (_Rewards(step), None)),
@@ -312,8 +312,8 @@ def attention_of_h100(name: str, dtype: torch.dtype, device: torch.device, path:
     return "varlen" if dtype != torch.float32 and load.takes_varlen(path, **trust) else "packed_sdpa"
 
 
-class _Estimate:
-    """In place of lib.estimate, for nothing is printed or checked again."""
+class _Report:
+    """In place of lib.report, for nothing is printed or checked again."""
 
     describe = staticmethod(lambda *_: "")
     check_memory = staticmethod(lambda *_: None)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import numpy as np
@@ -323,6 +323,7 @@ SEVERAL_UPDATES = [  # of several micro-batches
     *("--kl-coef", "0.01", "--entropy-coef", "0.001"),
 ]
 
+Completed = TypeVar("Completed", bound=subprocess.CompletedProcess)
 START_S = 300  # of a vLLM server, on a machine with other work
 
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -356,7 +357,7 @@ def launch(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON) 
     )
 
 
-def fork(script: str, folder: Path, *args: str, ranks: int = 1, preset: list[str] = TOY) -> subprocess.CompletedProcess:
+def fork(script: str, folder: Path, *args: str, ranks: int = 1, preset: list[str] = TOY) -> "Done":
     """The same script in processes of their own, one a rank, forked from one that has imported everything: the seconds
     of that are spent once for all tests. Several ranks have the variables that a launcher sets, but no launcher."""
     return _ended(command(script, folder, *args, launcher=[], preset=preset), ranks)
@@ -372,17 +373,23 @@ def fork_each(*commands: list[str]) -> subprocess.CompletedProcess:
     return _ended(commands, len(commands))
 
 
-def _ended(arguments: Sequence, ranks: int) -> subprocess.CompletedProcess:
+def _ended(arguments: Sequence, ranks: int) -> "Done":
     with started(arguments, ranks) as processes:
         for process in processes:
             process.join(600)
     return processes.done
 
 
+class Done(subprocess.CompletedProcess):
+    """modules: the names that a rank had imported at its end, those of tests/warm.py with them."""
+
+    modules: set[str]
+
+
 class Processes(list):
     """Of a started job. done: what it has left behind, once all have ended."""
 
-    done: subprocess.CompletedProcess
+    done: Done
 
 
 @contextmanager
@@ -392,7 +399,9 @@ def started(arguments: Sequence, ranks: int = 1) -> Iterator[Processes]:
     of_rank = [arguments] * ranks if isinstance(arguments[0], str) else arguments
     job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with tempfile.TemporaryDirectory() as captured:
-        outputs = [[Path(captured, f"{name}{rank}") for name in ("stdout", "stderr")] for rank in range(ranks)]
+        outputs = [
+            [Path(captured, f"{name}{rank}") for name in ("stdout", "stderr", "modules")] for rank in range(ranks)
+        ]
         for path in [path for paths in outputs for path in paths]:
             path.touch()
         processes = Processes()
@@ -408,8 +417,9 @@ def started(arguments: Sequence, ranks: int = 1) -> Iterator[Processes]:
                 process.kill()
                 process.join()
         code = next((process.exitcode for process in processes if process.exitcode), 0)
-        stdout, stderr = ("".join(path.read_text() for path in paths) for paths in zip(*outputs))
-        processes.done = subprocess.CompletedProcess(arguments, code, stdout, stderr)
+        stdout, stderr, modules = ("".join(path.read_text() for path in paths) for paths in zip(*outputs))
+        processes.done = Done(arguments, code, stdout, stderr)
+        processes.done.modules = {*modules.split()}
 
 
 def run_as_main(arguments: list[str], outputs: list[Path], env: dict[str, str]) -> None:
@@ -424,7 +434,10 @@ def run_as_main(arguments: list[str], outputs: list[Path], env: dict[str, str]) 
     random.seed()  # as in a process of its own: the server's state is the same in each fork
     np.random.seed()
     run = runpy.run_path if arguments[0].endswith(".py") else partial(runpy.run_module, alter_sys=True)
-    run(arguments[0], run_name="__main__")
+    try:
+        run(arguments[0], run_name="__main__")
+    finally:
+        outputs[2].write_text("".join(f"{name}\n" for name in [*sys.modules]))
 
 
 @contextmanager
@@ -460,7 +473,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def ran(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+def ran(done: Completed) -> Completed:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done
 

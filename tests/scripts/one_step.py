@@ -236,10 +236,10 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
         "make_rollouts": lambda *_: StubRollouts(args, iter(steps)),
         "make_rewards_and_validation": lambda *_: (rewards, validate),
     }
-    estimate = SimpleNamespace(describe=lambda *_: "", check_memory=lambda *_: None)
+    report = SimpleNamespace(describe=lambda *_: "", check_memory=lambda *_: None)
     with (
         patch.multiple(setup, **of_setup),
-        patch.multiple(script, estimate=estimate, open_run=lambda *_: run, print=lambda *_, **__: None, create=True),
+        patch.multiple(script, report=report, open_run=lambda *_: run, print=lambda *_, **__: None, create=True),
     ):
         script.main(args)
     return run.logged, updates

@@ -38,6 +38,8 @@ from tests.common import (
 )
 
 SIBLINGS = ["ppo", "remax", "dapo"]
+PLANNER = ("lib.estimate", "lib.plan", "lib.traced_step", "lib.model.memory", "lib.model.trace", "lib.model.roofline")
+PLANNER += ("lib.model.step_flops", "lib.distributed.fake_gpu", "torch.distributed._tools")
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
     *("--max-prompt-length", "32", "--max-response-length", "48", "--micro-batch-tokens", "400"),
@@ -165,10 +167,30 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.fixture(scope="module")
+def failing_run(tmp_path_factory):
+    """failing_run(script): a step whose scorer fails at some responses, and what was imported at its end."""
+    folder = tmp_path_factory.mktemp("fails")
+    (folder / "fails.py").write_text(FAILS)
+
+    @functools.cache
+    def run(script: str) -> tuple[Path, set[str]]:
+        args = ("--reward", f"{folder / 'fails.py'}:score", "--total-steps", "1", "--run-name", script)
+        return folder / script, ran(fork(script, folder, *SMALL, *args)).modules
+
+    return run
+
+
 @pytest.mark.parametrize("script", ["grpo", *SIBLINGS])
-def test_a_response_without_a_score_trains_nothing_and_is_counted(tmp_path, script):
-    (tmp_path / "fails.py").write_text(FAILS)
-    [row] = small(script, tmp_path, "--reward", f"{tmp_path / 'fails.py'}:score", "--total-steps", "1")
+def test_a_run_imports_no_planner(failing_run, script):
+    """Nor what only it needs, such as private modules of torch, which another release may not have."""
+    _, modules = failing_run(script)
+    assert "lib.report" in modules and not [name for name in modules if name.startswith(PLANNER)]
+
+
+@pytest.mark.parametrize("script", ["grpo", *SIBLINGS])
+def test_a_response_without_a_score_trains_nothing_and_is_counted(failing_run, script):
+    [row] = metrics(failing_run(script)[0])
     assert row["reward/error_count"] > 0 and row["reward/min"] == 0  # not -inf, not NaN
     if script != "remax":  # whose greedy responses fail too, and count as errors but are no rows
         assert row["training/rows_dropped/dead"] > 0
