@@ -120,14 +120,14 @@ if __name__ == "__main__":  # before the slow imports, so that --help and errors
 
 import torch
 
-from lib import core_algos, report, setup
-from lib.agent import agent_metrics
+from lib import core_algos, setup
 from lib.data import gather_columns
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
+from lib.log import agent_metrics, data_metrics, extra_metrics, mismatch_metrics, row_metrics, rows_dropped
 from lib.model import Critic, Policy, micro_batches
-from lib.run import data_metrics, extra_metrics, mismatch_metrics, open_run, row_metrics, rows_dropped
+from lib.run import open_run
 
 
 def gae_advantages(args: Args, rewards: torch.Tensor, values: torch.Tensor, valid_mask: torch.Tensor) -> tuple:
@@ -271,10 +271,10 @@ def main(args: Args) -> None:
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     inputs = setup.load_inputs(args)
     if world.rank == 0:
-        print(report.describe(args, sizes, world, inputs), flush=True)
+        print(setup.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
-    report.check_memory(args, sizes, world)
+    setup.check_memory(args, sizes, world)
     effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
     run = open_run(args, world, __file__, effective)  # its folder, its logs, the checkpoint to resume from
 

@@ -15,8 +15,8 @@ from statistics import mean
 
 from openai import AsyncOpenAI
 
+from agent.tools.builtin import calculator
 from benchmarks.turn_credit import FLAGS, run_seed
-from lib.agent.builtin_tools import calculator
 
 RECORD = Path(__file__).parent / "results/agent_learn.json"
 # the agent's prompt has the tools, which the row's own prompt has not: it needs more room

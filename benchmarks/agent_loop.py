@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from agent import BaseTool, MultiTurn, ToolCall, make_episodes
 from benchmarks.curves import ROOT, provenance
-from lib.agent import BaseTool, MultiTurn, ToolCall, make_episodes
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import init_distributed, make_mesh, shard_model

@@ -164,8 +164,8 @@ def play(engine, arm: str, agent, episodes: int):
     """(CPU seconds, the rows)"""
     import torch
 
-    from lib.agent import FunctionTool, MultiTurn, ToolCall, make_episodes
-    from lib.agent.program import Agent, call_function
+    from agent import FunctionTool, MultiTurn, ToolCall, make_episodes
+    from agent.http.program import Agent, call_function
     from lib.args import MultiTurnArgs
     from lib.data_proto import DataProto
     from lib.model import load_tokenizer

@@ -1,4 +1,4 @@
-"""lib/plan.py's simulation against benchmarks/async_rollouts.py's runs: predicted and measured seconds of a step.
+"""planner/plan.py's simulation against benchmarks/async_rollouts.py's runs: predicted and measured seconds of a step.
 
     python -m benchmarks.plan        a second
 
@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.async_rollouts import RECORD, WARM_UP, WORK
 from benchmarks.curves import ROOT, provenance
 from benchmarks.vs_trl import GROUP, Setting
-from lib.plan import Engine, EngineRates, Row, simulate
+from planner.plan import Engine, EngineRates, Row, simulate
 
 RESULT = ROOT / "benchmarks/results/plan.json"
 SERVERS = ROOT / "benchmarks/results/server_rollout.json"

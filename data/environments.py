@@ -20,9 +20,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from agent.environments import SeededEnvironment, load_gym, load_openenv
 from data.rows import make_row, run_script, write_rows
 from lib import InputError
-from lib.agent.environments import SeededEnvironment, load_gym, load_openenv
 from rewards.verifiers import load_environment, plain
 
 

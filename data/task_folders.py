@@ -19,10 +19,10 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from agent.tasks.folders import Task, read_tasks
+from agent.tasks.sandbox import LocalSandbox, OpenTask
 from data.rows import make_row, run_script, write_rows
 from lib import InputError
-from lib.agent.task_folders import Task, read_tasks
-from lib.agent.task_sandbox import LocalSandbox, OpenTask
 from lib.cli.user_code import load_object
 
 

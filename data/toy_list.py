@@ -35,8 +35,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from agent import BaseInteraction
 from data import toy
-from lib.agent import BaseInteraction
 
 FOLDER = Path(__file__).parent / "toy_list"
 PROMPT, ASK, QUESTION, ACKNOWLEDGED, NOTHING = "remember", "summary", "?", "ok", "-"

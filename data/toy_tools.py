@@ -46,7 +46,7 @@ CHAT_TEMPLATE = """\
 {%- endfor %}{{ '<|im_end|>' }}{% endgeneration %}
 {%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-TOOLS = [{"type": "function", "function": {"name": "calculator"}}]  # what the template reads of lib/agent's schema
+TOOLS = [{"type": "function", "function": {"name": "calculator"}}]  # what the template reads of agent's schema
 SHARE_WITHOUT_TOOLS = 0.15  # of the demonstrations
 SHARE_CALLS = 0.25  # of those with tools
 SHARE_WRONG_DIGIT = 0.15  # of the calls, as the next two

@@ -15,8 +15,16 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("lib", "rewards", "tools", "launch", "data")
-FILES = ("grpo.py", "ppo.py", "remax.py", "dapo.py", "requirements-cpu.txt", "requirements-gpu.txt", "LICENSE")
+FOLDERS = ("lib", "agent", "planner", "rewards", "tools", "launch", "data")
+FILES = (
+    "grpo.py",
+    "ppo.py",
+    "remax.py",
+    "dapo.py",
+    "launch/requirements-cpu.txt",
+    "launch/requirements-gpu.txt",
+    "LICENSE",
+)
 
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: object = None) -> str:
@@ -43,7 +51,7 @@ def _requirements(name: str) -> list[str]:
 
 
 def _extras() -> dict[str, list[str]]:
-    gpu, cpu = _requirements("requirements-gpu.txt"), _requirements("requirements-cpu.txt")
+    gpu, cpu = _requirements("launch/requirements-gpu.txt"), _requirements("launch/requirements-cpu.txt")
     return {"gpu": gpu, "cpu": [*cpu, *(line for line in gpu if line.startswith("torch=="))]}
 
 

@@ -64,7 +64,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     "lib/rollout/engine.py: add_weight_versions": (
         Column("weight_versions", "B, T", "int64", "weights that sampled it, or -1", "metrics", "", ": int32", -1),
     ),
-    "lib/agent/agent_loop.py: _as_batch": (
+    "agent/loop.py: _as_batch": (
         Column("turn_rewards", "B, T", "float32", "rewards of tools, interactions and agents", "add_to", saved="turns"),
         Column("anchor_states", "B, T", "int64", "hash of the answer before the turn, or 0", "gigpo", "if read"),
         Column("turn_numbers", "B, T", "int64", "number of the turn, from 1, or 0", "gigpo, mt_grpo", "if read"),
@@ -136,10 +136,10 @@ What happens to a column:
 - **Balance, micro-batches, recording**: all columns go with their rows.
 - **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) on the right, and (B, L) on both sides.
 - **Gathered**: `add_advantages` sees the rows of all ranks. "always": where the batch has the column; "if read": where
-  the estimator, correction, masks or KL of the run declare it ([`def advantage_columns(`](../lib/setup.py)); a script
-  names its own: `gather_columns(batch, ..., "my_column")`.
+  the estimator, correction, masks or KL of the run declare it ([`def advantage_columns(`](../lib/setup/algorithm.py));
+  a script names its own: `gather_columns(batch, ..., "my_column")`.
 - **Saved**: the columns of `runs/NAME/rollouts/*.parquet` that are made of it
-  ([`def write_rollouts(`](../lib/run/rollouts.py)).
+  ([`def write_rollouts(`](../lib/log/rollouts.py)).
 
 A new column is a line in [`TABLE: dict`](../lib/columns.py), a line in the script that writes it, and one that reads
 it. With `saved=": float"` it is in the samples, too. Then regenerate this page:

@@ -13,7 +13,7 @@ of Adaptive Length Penalty (arXiv:2506.05256: -beta n_i max(p, 1 / G)). The leng
 k1.5's length reward (arXiv:2501.12599), so a penalty does not grow with the limit of tokens.
 """
 
-from lib.sandbox import BY_DATA_SOURCE, call, load_scorer
+from lib.reward.scorer import BY_DATA_SOURCE, call, load_scorer
 
 
 def penalties(right: list[bool], num_tokens: list[int], coef: float) -> list[float]:

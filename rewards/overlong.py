@@ -12,7 +12,7 @@ In dapo.py, --overlong-buffer N has the same penalty, but adds it after dynamic 
 this scorer (and --overlong-buffer 0) scores are compared with it, as in verl.
 """
 
-from lib.sandbox import BY_DATA_SOURCE, call, load_scorer
+from lib.reward.scorer import BY_DATA_SOURCE, call, load_scorer
 
 
 def compute_score(

@@ -16,7 +16,16 @@ settings.register_profile("busy machine", deadline=None, suppress_health_check=[
 settings.load_profile("busy machine")
 
 
-FIRST = ("rollout", "scripts", "distributed", "model", "tests", "run")  # folders whose tests start servers and jobs
+FIRST = (
+    "rollout",
+    "scripts",
+    "distributed",
+    "model",
+    "tests",
+    "planner",
+    "run",
+    "log",
+)  # folders whose tests start servers and jobs
 
 
 def pytest_addoption(parser):

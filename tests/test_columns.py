@@ -11,13 +11,13 @@ from lib.core_algos import ADV_TENSORS, LOSS_TENSORS, TOKEN_MASKS
 from lib.data import gather_columns
 from lib.data_proto import DataProto
 from lib.distributed import World
-from lib.estimate import gathered_bytes_per_token
+from lib.log.rollouts import rollouts_table, taken_out
 from lib.model import load_tokenizer
 from lib.rollout import fit_columns
-from lib.run.rollouts import rollouts_table, taken_out
 from lib.setup import advantage_columns
+from planner.estimate import gathered_bytes_per_token
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, parse_flags, ran, run_ranks
-from tests.run.test_rollouts import TOOLS, trained_batch
+from tests.log.test_rollouts import TOOLS, trained_batch
 
 SAVE_BATCH = """
 from pathlib import Path
@@ -72,7 +72,10 @@ def test_estimators_losses_and_masks_read_columns_of_the_table():
 def test_code_reads_columns_of_the_table():
     of_batch = re.compile(r'\b(?:batch|non_tensor_batch|micro|t)(?:\.get\(|\[)"(\w+)"')
     others = {"rank", "scores", "ratio"}  # of packing's exchange, a reward model's answers, the samples
-    files = [*(ROOT / "lib").rglob("*.py"), *(ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo"))]
+    files = [
+        *(p for room in ("lib", "agent", "planner") for p in (ROOT / room).rglob("*.py")),
+        *(ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")),
+    ]
     for file in files:
         unknown = {*of_batch.findall(file.read_text())} - {*COLUMNS} - others
         assert not unknown, f"{file}: {unknown}: not in lib/columns.py"

@@ -15,11 +15,11 @@ import tyro
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "SECURITY.md"))]
+DOCS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md"))]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 SCRIPT_OF = (
-    {page.name: "grpo" for page in PAGES if page.name not in ("your_own.md", "flags_read.md")}
+    {page.name: "grpo" for page in PAGES if page.name not in ("your_own.md", "flags_read.md", "CHANGELOG.md")}
     | {"README.md": "grpo"}
     | {f"{name}.md": name for name in SCRIPTS}
 )
@@ -135,6 +135,7 @@ VLLM = {
     "--enable-return-routed-experts",
 }
 OF_TOOLS = {
+    "--gpus",  # of python -m planner
     *("--max-mb", "--output", "--serve", "--wheels"),  # of the run page and gpu_check.sh
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
     *("--step", "--merged", "--adapter", "--dtype"),  # of tools/export.py
@@ -176,7 +177,7 @@ def flags_of_programs() -> set[str]:
 
 
 RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
-RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in the table of CHANGELOG.md
+RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in the table of docs/CHANGELOG.md
 
 
 def test_flags_that_documents_name_exist():
@@ -189,7 +190,7 @@ def test_flags_that_documents_name_exist():
 
 def test_flags_have_hyphens_everywhere():
     """As --help writes them. Underscores work too, but nobody can look them up."""
-    folders = ("lib", "rewards", "tools", "data", "tests", "benchmarks", "docs", "launch")
+    folders = ("lib", "agent", "planner", "rewards", "tools", "data", "tests", "benchmarks", "docs", "launch")
     paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     paths = [path for path in paths if path.is_file() and path.suffix in (".py", ".md", ".sh", ".yaml", "")]
     flags = {(path.name, name) for path in paths for name in FLAG.findall(path.read_text())}
@@ -200,7 +201,7 @@ def test_flags_that_the_code_names_exist():
     """In help, errors and comments."""
     ours = {flag for script in SCRIPTS for flag in flags_of(script)}
     paths = [ROOT / f"{script}.py" for script in SCRIPTS]
-    paths += [path for room in ("lib", "rewards") for path in (ROOT / room).rglob("*.py")]
+    paths += [path for room in ("lib", "agent", "planner", "rewards") for path in (ROOT / room).rglob("*.py")]
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
     named = {name for line in lines for name in FLAG.findall(line)}
     assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
@@ -219,7 +220,11 @@ def test_servers_are_started_on_an_address():
     """vLLM's default is all interfaces, and in dev mode it obeys whoever comes."""
     paths = [
         ROOT / "README.md",
-        *(path for room in ("docs", "lib", "rewards", "launch") for path in (ROOT / room).rglob("*")),
+        *(
+            path
+            for room in ("docs", "lib", "agent", "planner", "rewards", "launch")
+            for path in (ROOT / room).rglob("*")
+        ),
     ]
     texts = [path.read_text().replace("\\\n", "") for path in paths if path.suffix in (".md", ".py", ".sh")]
     commands = [line for text in texts for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
@@ -230,7 +235,11 @@ def test_servers_are_started_on_an_address():
 def test_modules_that_commands_name_exist():
     """Of ours: python -m tools.memory, --worker-extension-cls lib.rollout.vllm_weights.WorkerExtension."""
     paths = [ROOT / "README.md", ROOT / "Makefile"]
-    paths += [path for room in ("docs", "lib", "tools", "benchmarks", "launch") for path in (ROOT / room).rglob("*")]
+    paths += [
+        path
+        for room in ("docs", "lib", "agent", "planner", "tools", "benchmarks", "launch")
+        for path in (ROOT / room).rglob("*")
+    ]
     texts = [path.read_text() for path in paths if path.suffix in (".md", ".py", ".sh", "") and path.is_file()]
     ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|tools|data|benchmarks)(?:\.[a-z_]\w*)+)")
     named = {module for text in texts for module in ours.findall(text)}
@@ -267,7 +276,7 @@ def test_metrics_that_troubleshooting_names_are_explained():
 
 
 def test_each_alert_has_a_section_in_troubleshooting():
-    from lib.run.alerts import ALERTS, COUNTS
+    from lib.log.alerts import ALERTS, COUNTS
 
     sections = {alert.section for alert in ALERTS} | {section for _, section in COUNTS.values()}
     assert sections - anchors(ROOT / "docs/troubleshooting.md") == set()
@@ -307,7 +316,9 @@ def test_the_line_counts_of_the_readme_are_those_of_the_tree():
     rows = {row.split("|")[1].strip(): row.split("|")[2] for row in table.splitlines() if row.count("|") > 4}
     lines = {path: len(path.read_text().splitlines()) for path in [ROOT / f"{script}.py" for script in SCRIPTS]}
     lines |= {
-        p: len(p.read_text().splitlines()) for room in ("lib", "rewards", "tools") for p in (ROOT / room).rglob("*.py")
+        p: len(p.read_text().splitlines())
+        for room in ("lib", "agent", "planner", "rewards", "tools")
+        for p in (ROOT / room).rglob("*.py")
     }
     [package] = re.findall(r"[\d,]+", rows["Python lines of the whole package"])
     [script] = re.findall(r"`grpo.py` ([\d,]+)", rows["files to read for one GRPO step, lines"])
@@ -373,4 +384,4 @@ def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
     assert set(re.findall(r"torch==[\d.]+", page)) == {
         line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
     }
-    assert all((ROOT / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
+    assert all((ROOT / "launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu_check.attention import rows_of
 from lib.core_algos.advantages import _gae
 from lib.distributed import init_distributed, launch
-from lib.distributed.fake_gpu import register_fake_gpu
+from planner.fake_gpu import register_fake_gpu
 from tests.distributed.test_waits import exit_code, start_ranks, store  # noqa: F401  two fixtures
 
 

@@ -4,12 +4,16 @@ import re
 from pathlib import Path
 
 from lib.core_algos.advantages import ADV_ESTIMATORS
-from lib.core_algos.policy_losses import POLICY_LOSSES, TOKEN_MASKS
+from lib.core_algos.policy_losses import POLICY_LOSSES
+from lib.core_algos.token_masks import TOKEN_MASKS
 from tests.common import ROOT
 
 PAPER = re.compile(r"\b[12]\d{3}\.\d{5}\b")
 PAGE = (ROOT / "docs/papers.md").read_text()
-CODE = [*(ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")), *(ROOT / "lib").rglob("*.py")]
+CODE = [
+    *(ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")),
+    *(p for room in ("lib", "agent", "planner") for p in (ROOT / room).rglob("*.py")),
+]
 
 
 def papers(files: list[Path]) -> set[str]:

@@ -16,12 +16,12 @@ import pytest
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agent import load_tools
 from data import toy, toy_tools
-from lib.agent import load_tools
 from lib.args import Sizes, step_sizes
 from lib.cli.flags import parse_flags
-from lib.estimate import H100, describe_needs, memory_of
-from lib.model.memory import GIB, worst_moment
+from planner.estimate import H100, describe_needs, memory_of
+from planner.memory import GIB, worst_moment
 from tests.common import ROOT, fork, metrics, ran, save_tiny
 from tests.test_docs import FLAG, LAUNCHERS, METRIC, OF_TOOLS, SCRIPTS, anchors, flags_of
 

@@ -31,7 +31,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HIGHLIGHT", "false")
-        ran(fork_module("mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "-d", str(folder)))
+        ran(fork_module("mkdocs", "build", "--strict", "-f", str(ROOT / "docs/dev/mkdocs.yml"), "-d", str(folder)))
     return folder
 
 

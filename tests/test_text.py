@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.agent.parsers import parse_hermes, parse_llama3_json, parse_qwen3_coder
+from agent.tools.parsers import parse_hermes, parse_llama3_json, parse_qwen3_coder
 from rewards import (
     answers,
     code,

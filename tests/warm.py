@@ -17,7 +17,7 @@ import dapo
 import grpo
 import ppo
 import remax
-from lib.run.tracking import plot_curve
+from lib.log.tracking import plot_curve
 from tests.common import parse_flags
 
 if find_spec("vllm") and not torch.backends.cuda.is_built():  # a GPU's driver does not survive a fork

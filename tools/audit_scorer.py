@@ -50,10 +50,9 @@ from lib.data.dataset import data_sources_of
 from lib.data.remote import local_copy
 from lib.data.row_form import RowForm
 from lib.data.rows import read_rows
-from lib.reward import load_scorers
-from lib.reward.scorers import Scorer, check_keywords
+from lib.reward.pool import Pool
+from lib.reward.scorers import Scorer, check_keywords, load_scorers
 from lib.sandbox import accept
-from lib.sandbox.pool import Pool
 
 FORMS = (
     "{answer}",

@@ -38,12 +38,12 @@ from lib.cli.process import command_line
 from lib.cli.secrets import FORMS, redact, secret_in
 from lib.data import local_copy
 from lib.data_proto import DataProto
+from lib.log.tracking import read_rows
 from lib.manifest import entry, why_altered, why_incomplete, write_manifest
 from lib.model import load_model, load_tokenizer
 from lib.rollout.replay import BATCH, recorded_steps
 from lib.run.checkpoint import step_folders
 from lib.run.run_config import read_json
-from lib.run.tracking import read_rows
 from tools import export
 
 ROOT = Path(__file__).parent.parent

@@ -26,9 +26,9 @@ from lib.cli.flags import as_flag
 from lib.cli.process import command_line
 from lib.data import set_chat_template
 from lib.distributed import merged_weight, saved_buffers
+from lib.log.disk import free_space
 from lib.model import add_lora, load_model, load_processor, load_tokenizer
 from lib.run import checkpoint as checkpoints
-from lib.run.disk import free_space
 from lib.run.run_config import digest_of, read_json
 
 ACTOR = "actor.model."  # what the names of the policy's weights begin with in a checkpoint

@@ -2,7 +2,7 @@
 
     python -m tools.memory --model benchmarks/shapes/qwen2.5-7b.json --ranks 8 --gradient-checkpointing
 
-lib/model/memory.py says what it counts.
+planner/memory.py says what it counts.
 """
 
 import sys
@@ -12,7 +12,7 @@ import torch
 import tyro
 
 from lib import InputError, report_mistake
-from lib.model.memory import GIB, estimate_memory, memory_table
+from planner.memory import GIB, estimate_memory, memory_table
 
 
 def main(

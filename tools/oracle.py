@@ -353,7 +353,7 @@ def run_quietly(script: ModuleType, args: Any, end: type[Exception]) -> None:
     """The script's main, without what it prints, draws and records of its start, until it is over or raises `end`."""
     try:
         with (
-            mock.patch("lib.run.tracking.Tracker.curve"),
+            mock.patch("lib.log.tracking.Tracker.curve"),
             mock.patch("lib.run.run.write_start"),  # it lists all installed packages
             mock.patch("atexit.register"),  # a tracker that is not closed would draw at the end
             contextlib.redirect_stdout(io.StringIO()),

@@ -3,7 +3,7 @@
     python -m tools.trace grpo.py benchmarks/shapes/qwen2.5-7b.json --dry-run 8 --gradient-checkpointing
 
 The other flags are the script's, a copy's beside the four too. It prints the memory that the step takes beside the
-estimate (lib/traced_step.py), and the speed that the roofline of an H100 predicts (lib/model/roofline.py).
+estimate (planner/traced_step.py), and the speed that the roofline of an H100 predicts (planner/roofline.py).
 """
 
 import shutil
@@ -15,8 +15,8 @@ from pathlib import Path
 from lib import InputError, report_mistake, setup
 from lib.args import step_sizes, training_ranks
 from lib.cli.flags import parse_flags
-from lib.estimate import H100, describe_trace
-from lib.traced_step import trace_step
+from planner.estimate import H100, describe_trace
+from planner.traced_step import trace_step
 
 
 def main(script: str, config: str, *flags: str) -> None:

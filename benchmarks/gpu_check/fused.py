@@ -13,7 +13,7 @@ from benchmarks.gpu_check.rows import Options, attempt, row, skipped
 from benchmarks.gpu_check.update import update_flops
 from lib.data_proto import DataProto
 from lib.model import compile_layers, use_liger_kernel
-from lib.model.memory import GIB, shard_numel
+from planner.memory import GIB, shard_numel
 
 MOST = 30  # kernels that are listed
 

@@ -1,4 +1,4 @@
-"""Part `memory`: the peak of a step against lib/model/memory.py."""
+"""Part `memory`: the peak of a step against planner/memory.py."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,7 +10,7 @@ from benchmarks.gpu_check.measure import peak_bytes
 from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.distributed import trainable_parameters
 from lib.model import add_lora, batched_log_probs
-from lib.model.memory import GIB, estimate_memory
+from planner.memory import GIB, estimate_memory
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:

@@ -69,7 +69,7 @@ def peaks(folder: str, label: str, flags: list[str]) -> Iterator[dict]:
     """The run's peak, the estimate's and, where `--trace` exists, that of a trace of the same flags."""
     measured = int(Path(folder, "peak").read_text()) / 2**30
     tables = {"estimate": dry_run(flags)}
-    if find_spec("lib.traced_step"):
+    if find_spec("planner.traced_step"):
         tables["trace"] = dry_run([*flags, "--trace"], "GiB, traced")
     found = {name: max(sums(text)) for name, text in tables.items()}
     said = ", ".join(f"{name} {gib:.2f}" for name, gib in found.items())

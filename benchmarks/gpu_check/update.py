@@ -24,8 +24,8 @@ from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.core_algos import compute_gae_advantage_return
 from lib.distributed import trainable_parameters
 from lib.model import ForwardConfig, Policy, load_tokenizer
-from lib.model.memory import shard_numel
 from lib.rollout import HFEngine, Sampling
+from planner.memory import shard_numel
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:

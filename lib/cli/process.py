@@ -11,6 +11,13 @@ from contextlib import contextmanager, suppress
 
 from lib import InputError, is_first_on_node, report_mistake
 
+SANDBOX_LEVEL = "PLAINRL_SANDBOX_LEVEL"  # an environment variable, so that workers have it, too
+
+
+def accept_sandbox(weakest: str) -> None:
+    """Accepts sandboxes of this level or stronger, for this process and those that it starts (--sandbox-level)."""
+    os.environ[SANDBOX_LEVEL] = weakest
+
 
 class _LastingOutput(io.FileIO):
     """A stdout or stderr that drops what cannot be written (closed terminal, `| head`, full disk). The run goes on: its

@@ -36,10 +36,7 @@ from lib.core_algos.noise import splitmix64
 from lib.core_algos.policy_losses import (
     LOSS_TENSORS,
     POLICY_LOSSES,
-    TOKEN_MASKS,
-    check_token_masks,
     compute_policy_loss,
-    compute_token_masks,
     get_policy_loss_fn,
     named_policy_loss,
 )
@@ -56,3 +53,4 @@ from lib.core_algos.reductions import (
     zero_variance_rows,
 )
 from lib.core_algos.rollout_correction import CRITERIA, compute_rollout_correction, get_rollout_correction_fn
+from lib.core_algos.token_masks import TOKEN_MASKS, check_token_masks, compute_token_masks

@@ -113,7 +113,7 @@ def compute_rollout_correction(
 
 
 def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Metrics that mismatch_metrics in lib/run/metrics.py does not have, each as the values whose mean is the metric.
+    """Metrics that mismatch_metrics in lib/log/metrics.py does not have, each as the values whose mean is the metric.
 
     ess: the effective sample size under weights r, as a fraction of the tokens, (Σr)²/(N·Σr²). prob_pearson: the
     correlation of π_train and π_rollout over tokens; left out if one of them is constant."""

@@ -1,12 +1,34 @@
 """Looks up an estimator, loss or mask by name, and checks its settings."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from lib import InputError
 from lib.columns import COLUMNS
+
+
+class ByName(Mapping[str, Any]):
+    """Functions by name. places: {name: the function, or the module of papers/ and the function's name there}; that
+    module is imported when the name is asked for. view: what to give of a function."""
+
+    def __init__(self, places: Mapping[str, Any], view: Callable[[Any], Any] = lambda function: function):
+        self.places, self.view = places, view
+
+    def __getitem__(self, name: str) -> Any:
+        place = self.places[name]
+        if isinstance(place, str):
+            module, _, function = place.partition(".")
+            place = getattr(import_module(f"lib.core_algos.papers.{module}"), function)
+        return self.view(place)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 def _lookup(kind: str, table: Mapping[str, Any], name: str) -> Any:

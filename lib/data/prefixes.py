@@ -55,7 +55,7 @@ def prompt_groups(batch: DataProto) -> torch.Tensor:
 
 def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) -> PrefixTree:
     """The tree of the sequences of a batch on the CPU, of its LAYOUT and multi_modal_hash. A row may hold several
-    consecutive sequences (lib/agent): one begins wherever position_ids is 0. share: False makes each sequence a node.
+    consecutive sequences (agent): one begins wherever position_ids is 0. share: False makes each sequence a node.
     whole: True keeps what follows the last position of a sequence that predicts a trained token; no result depends on
     it. A batch without trained tokens is kept whole.
 

@@ -2,7 +2,7 @@
 
 A wrong loss is a finite number, too. But whatever its formula, the gradient of a token's log-prob is -advantage x
 weight, 0 outside the loss mask and beyond the clip range, and the weights add up as --loss-agg-mode says. What is
-violated is a metric faults/<name> of the step (lib/run/alerts.py has the messages); a healthy step has none.
+violated is a metric faults/<name> of the step (lib/log/alerts.py has the messages); a healthy step has none.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ SURE, NATS = 9.0, 0.01
 entropies, so SURE x the root of that is 4.5 standard deviations or more; NATS a token is beyond rounding."""
 APART = {torch.float32: 1e-3, torch.float16: 0.02}
 """Nats by which the engine's log-probs may differ on average; they do by 1e-6 and 0.005. In bfloat16, by 0.03, what
-lib/run/alerts.py allows is all that can be said."""
+lib/log/alerts.py allows is all that can be said."""
 
 
 class LossFlags(NamedTuple):

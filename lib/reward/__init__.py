@@ -1,6 +1,2 @@
-"""From responses to scores: the scorers of a run, reward models, and their scores."""
-
-from lib.reward.manager import RewardManager
-from lib.reward.scorers import load_scorers
-
-__all__ = ["RewardManager", "load_scorers"]
+"""From responses to scores: scorers and their workers (pool.py), reward models, and their scores. Workers import this
+package, so it imports no torch and no numpy."""

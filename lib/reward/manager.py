@@ -1,6 +1,6 @@
 """From responses to scores: decodes a response, scores it by plain functions, and puts the score on its last token.
 
-A scorer is the user's own code, so it runs in other processes (lib/sandbox/pool.py), with a time and a memory limit. If
+A scorer is the user's own code, so it runs in other processes (lib/reward/pool.py), with a time and a memory limit. If
 it hangs, crashes, raises or returns no finite number, its response gets failure_score. The failure is counted, the
 first of each kind is shown, and the run goes on. Without workers, scorers run in this process, one after the other, and
 an exception stops the run: this is for breakpoint(). verl's naive manager is workers=0, prime is workers of 1 or more,
@@ -27,10 +27,10 @@ from lib.core_algos import at_last_token
 from lib.data import response_texts
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, Sum, add_metrics, all_gather_lists
+from lib.reward.pool import Pool
+from lib.reward.scorer import ARGUMENTS, LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
 from lib.reward.scorers import Scorer
 from lib.rollout import NoRecorder
-from lib.sandbox import ARGUMENTS, LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
-from lib.sandbox.pool import Pool
 from lib.seeds import seeded
 
 SHADOW = "shadow/"  # begins the names of values that nothing is trained on

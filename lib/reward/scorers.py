@@ -11,7 +11,7 @@ from typing import Literal
 
 from lib import InputError
 from lib.cli.user_code import load_object
-from lib.sandbox import ARGUMENTS, BY_DATA_SOURCE, ON_REQUEST, plural, sandbox_level
+from lib.reward.scorer import ARGUMENTS, BY_DATA_SOURCE, ON_REQUEST, plural
 
 SANDBOXED = {"rewards.code", "rewards.math", "rewards.geometry3k"}
 
@@ -51,6 +51,8 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
         if spec == BY_DATA_SOURCE:
             modules, own = _modules_for(datasets), _kwargs_of(spec, kwargs)
             if SANDBOXED.intersection(modules) and "sandbox_url" not in own:
+                from lib.sandbox import sandbox_level  # it tries what works here
+
                 sandbox_level()
             scorers.append(Scorer(spec, spec, modules, own, weight, "response", requested=(), takes_truth=True))
         else:

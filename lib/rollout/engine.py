@@ -107,7 +107,7 @@ class RolloutEngine(Protocol):
 
 
 class SteppedEngine(RolloutEngine, Protocol):
-    """An engine in this process, which lib/agent steps. Single requests are made inside `with engine.session():`."""
+    """An engine in this process, which agent steps. Single requests are made inside `with engine.session():`."""
 
     in_process: bool = True
     long_steps: bool  # whether one step() runs its requests to their end

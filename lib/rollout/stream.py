@@ -169,7 +169,7 @@ def group_size_of(batch: DataProto) -> int:
 
 @dataclass(eq=False)
 class Rollouts:
-    """Samples with `sampler`, which is the engine or lib/agent's episodes. Seeds and uids count prompts over all ranks:
+    """Samples with `sampler`, which is the engine or agent's episodes. Seeds and uids count prompts over all ranks:
     a run samples the same on any number of ranks."""
 
     engine: RolloutEngine

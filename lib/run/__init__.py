@@ -1,28 +1,18 @@
-"""A run: its folder, flags, checkpoints, logs and numbers."""
+"""A run: its folder, flags, checkpoints, validation."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lib.run.metrics import data_metrics, extra_metrics, mismatch_metrics, row_metrics, rows_dropped
     from lib.run.run import Run, open_run
     from lib.run.validation import Validation
 
-__all__ = [
-    "Run",
-    "Validation",
-    "data_metrics",
-    "extra_metrics",
-    "mismatch_metrics",
-    "open_run",
-    "row_metrics",
-    "rows_dropped",
-]
+__all__ = ["Run", "Validation", "open_run"]
 
 
 def __getattr__(name: str):
     """Imports a name on use: tools/page imports this package, and must start without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = {"Run": "run", "open_run": "run", "Validation": "validation"}.get(name, "metrics")
+    module = {"Run": "run", "open_run": "run", "Validation": "validation"}[name]
     return getattr(import_module(f"lib.run.{module}"), name)

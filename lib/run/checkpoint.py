@@ -56,8 +56,8 @@ from lib.distributed import (
     new_cpu_group,
     set_device_rng_state,
 )
+from lib.log.disk import free_space, writes_to
 from lib.manifest import MANIFEST, entry, file_hash, why_altered, why_incomplete, write_manifest
-from lib.run.disk import free_space, writes_to
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LambdaLR]

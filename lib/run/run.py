@@ -4,8 +4,8 @@
     .lock          held by rank 0's process as long as it lives
     starts/1/      for each start, the code, what in it changed, git commit and diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
-    rollouts/      training samples (lib/run/rollouts.py)
-    images/        small copies of the images in prompts (lib/run/prompt_images.py)
+    rollouts/      training samples (lib/log/rollouts.py)
+    images/        small copies of the images in prompts (lib/log/prompt_images.py)
     abandoned/1/   what a rewind or a restart took out: later checkpoints, rows and samples of later steps
     val_only/1/    what --val-only writes
     profile/       what --profile-steps writes
@@ -45,20 +45,20 @@ from lib.cli.secrets import private
 from lib.data import local_copy
 from lib.data_proto import DataProto
 from lib.distributed import Metric, World
+from lib.log.alerts import DROPPED
+from lib.log.disk import writes_to
+from lib.log.metrics import merge_metrics
+from lib.log.profiling import Profiler
+from lib.log.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
+from lib.log.throughput import peak_tflops, throughput_metrics
+from lib.log.tracking import Tracker, read_rows
 from lib.model import TrainedModel
 from lib.rollout import NoRecorder, Recorder, Replayer, check_mismatch, check_recorded, forget_after
 from lib.run import checkpoint as checkpoints
 from lib.run import run_config
-from lib.run.alerts import DROPPED
-from lib.run.disk import writes_to
 from lib.run.goals import Goals
-from lib.run.metrics import merge_metrics
-from lib.run.profiling import Profiler
 from lib.run.provenance import write_start
-from lib.run.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
 from lib.run.run_config import read_json
-from lib.run.throughput import peak_tflops, throughput_metrics
-from lib.run.tracking import Tracker, read_rows
 
 PATIENCE_S = 5  # how long to wait for the lock of a process on this host that is about to end
 LEASE_S = 120  # the same for another host: a file server gives up a dead client's locks after 90 s
@@ -376,7 +376,7 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
     elif args.run.replay:
         run.recorder = Replayer(Path(args.run.replay), world)
     if world.rank == 0 and world.device.type != "cpu" and run._peak_tflops is None:
-        print(f"no MFU: lib/run/throughput.py has no peak of {distributed.device_name(world.device)}", flush=True)
+        print(f"no MFU: lib/log/throughput.py has no peak of {distributed.device_name(world.device)}", flush=True)
     distributed.note_waits_in(folder / "waits.txt")
     return run
 

@@ -67,7 +67,7 @@ def describe_start(args: DataclassInstance, script: Path, trains: bool) -> dict[
 
 def _loaded_code() -> Iterator[tuple[str, Path]]:
     """(name, file) of plainrl's code, and of what else is imported that is neither a package nor Python's."""
-    code = [file for folder in ("lib", "rewards") for file in sorted((ROOT / folder).rglob("*.py"))]
+    code = [file for folder in ("lib", "agent", "planner", "rewards") for file in sorted((ROOT / folder).rglob("*.py"))]
     yield from ((str(file.relative_to(ROOT)), file) for file in code)
     for name, module in sorted(sys.modules.items()):
         file = Path(getattr(module, "__dict__", {}).get("__file__") or "")

@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from lib import InputError, is_first_on_node
+from lib.cli.process import SANDBOX_LEVEL as ACCEPTED
+from lib.cli.process import accept_sandbox as accept  # noqa: F401
 from lib.sandbox import zygote
 from lib.sandbox.zygote import receive, send
 
@@ -24,7 +26,6 @@ GRACE = 10  # seconds that a sandbox may take to start, and to end
 ROOT = Path(__file__).parents[2]  # the folder of lib/ and rewards/
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
-ACCEPTED = "PLAINRL_SANDBOX_LEVEL"  # an environment variable, so that workers have it, too
 HOLDS = {  # the strongest level first
     "namespaces": "no network, no processes but its own, no files but Python's libraries",
     "landlock": "no network, no signals to others, no files but Python's libraries, but names and sizes of all",
@@ -176,11 +177,6 @@ def hang_up(conn: socket.socket) -> None:
                     pass
         except TimeoutError:
             raise RuntimeError(f"a sandbox has not ended in {GRACE} s") from None
-
-
-def accept(weakest: str) -> None:
-    """Accepts sandboxes of this level or stronger, for this process and those that it starts (--sandbox-level)."""
-    os.environ[ACCEPTED] = weakest
 
 
 @lru_cache

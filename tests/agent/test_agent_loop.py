@@ -1,4 +1,4 @@
-"""lib/agent/agent_loop.py: what is trained is what was sampled, on both engines; the state machine and its limits."""
+"""agent/loop.py: what is trained is what was sampled, on both engines; the state machine and its limits."""
 
 import asyncio
 import functools
@@ -18,25 +18,25 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AddedToken
 
-from lib import InputError
-from lib.agent import (
+from agent import (
     BaseInteraction,
     BaseTool,
     FunctionTool,
     MultiTurn,
     ToolCall,
-    agent_metrics,
     get_tool_parser,
     load_multi_turn,
     make_episodes,
 )
-from lib.agent.episode import observation
-from lib.agent.multi_turn import LONG_TEXT, AsyncRolloutRequest
-from lib.agent.program import Agent, call_function
+from agent.episode import observation
+from agent.http.program import Agent, call_function
+from agent.multi_turn import LONG_TEXT, AsyncRolloutRequest
+from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.data import RLHFDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import Mean, World, init_distributed, make_mesh, reduce_metrics, shard_model
+from lib.log import agent_metrics
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
 from lib.rollout.server_engine import ServerEngine

@@ -15,13 +15,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 import grpo
+from agent import BaseInteraction, MultiTurn, make_episodes
+from agent.episode import observation
+from agent.http.program import Agent, call_function
 from data import toy_list
 from lib import InputError
-from lib.agent import BaseInteraction, MultiTurn, agent_metrics, make_episodes
-from lib.agent.episode import observation
-from lib.agent.program import Agent, call_function
 from lib.args import MultiTurnArgs
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
+from lib.log import agent_metrics
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Sampling, make_engine, request_seeds, sync_weights
 from tests.agent.random_agents import ACTIONS, Client, random_agent, segments_of, trained_of

@@ -1,4 +1,4 @@
-"""lib/agent/environments.py, rewards/verifiers.py, data/environments.py: environments of others, as they are.
+"""agent/environments.py, rewards/verifiers.py, data/environments.py: environments of others, as they are.
 
 OpenEnv's own example (what `openenv init` writes) is served here, verifiers' environments are loaded from the package.
 Neither package is in the requirements: where one is missing, its tests are skipped.
@@ -20,12 +20,12 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
+from agent import MultiTurn, environments, make_episodes
+from agent.environments import OpenEnv
+from agent.interactions import load_interaction
+from agent.tools.builtin import calculator
 from data import environments as rows_of
 from lib import InputError
-from lib.agent import MultiTurn, environments, make_episodes
-from lib.agent.builtin_tools import calculator
-from lib.agent.environments import OpenEnv
-from lib.agent.interactions import load_interaction
 from lib.args import MultiTurnArgs
 from lib.model import response_log_probs
 from lib.rollout import Sampling, request_seeds

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lib.agent import endpoint, make_episodes
-from lib.agent.program import load_agent
+from agent import make_episodes
+from agent.http import endpoint
+from agent.http.program import load_agent
 from lib.args import RolloutArgs
 from lib.rollout import Sampling
 from tests.agent.random_agents import segments_of, trained_of

@@ -1,4 +1,4 @@
-"""lib/agent/task_folders.py, lib/agent/task_sandbox.py, data/task_folders.py: tasks of a folder, in a sandbox each."""
+"""agent/tasks/folders.py, agent/tasks/sandbox.py, data/task_folders.py: tasks of a folder, in a sandbox each."""
 
 import asyncio
 import json
@@ -15,12 +15,12 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from agent import MultiTurn, get_tool_parser, open_task
+from agent.tasks.folders import read_task, read_tasks
+from agent.tasks.sandbox import LocalSandbox, OpenTask
+from agent.tools.builtin import load_tools
 from data import task_folders as rows_of
 from lib import InputError
-from lib.agent import MultiTurn, get_tool_parser, open_task
-from lib.agent.builtin_tools import load_tools
-from lib.agent.task_folders import read_task, read_tasks
-from lib.agent.task_sandbox import LocalSandbox, OpenTask
 from lib.args import MultiTurnArgs
 from lib.run.run_config import digest_of
 from lib.sandbox import Shell, client

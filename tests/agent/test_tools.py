@@ -1,4 +1,4 @@
-"""lib/agent: tools that misbehave on purpose, the built-in ones, real MCP servers, and the parsers' round trips."""
+"""agent: tools that misbehave on purpose, the built-in ones, real MCP servers, and the parsers' round trips."""
 
 import asyncio
 import json
@@ -17,8 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lib import InputError
-from lib.agent import (
+from agent import (
     BaseInteraction,
     BaseTool,
     FunctionTool,
@@ -27,11 +26,12 @@ from lib.agent import (
     load_multi_turn,
     load_tools,
 )
-from lib.agent.builtin_tools import calculator
-from lib.agent.interactions import load_interaction
-from lib.agent.metrics import ERROR_KINDS
-from lib.agent.tools import attempt, run_tool_call
+from agent.interactions import load_interaction
+from agent.tools.base import attempt, run_tool_call
+from agent.tools.builtin import calculator
+from lib import InputError
 from lib.args import MultiTurnArgs
+from lib.log.episodes import ERROR_KINDS
 from lib.model import load_tokenizer
 from rewards.reasoning_gym import dump_entry
 from tests.common import FORKSERVER, ROOT, TOY_MODEL
@@ -247,7 +247,7 @@ def test_hostile_tools_are_answered(name, is_async):
 
 
 def test_the_first_exception_of_each_kind_is_printed_with_its_traceback(monkeypatch, capsys):
-    monkeypatch.setattr("lib.agent.tools.SHOWN", set())
+    monkeypatch.setattr("agent.tools.base.SHOWN", set())
     monkeypatch.setenv("MY_API_KEY", "secret-of-the-tool")
 
     def broken(word: str):
@@ -341,7 +341,7 @@ def test_a_process_ends_though_a_tool_hangs():
     program = """
         import asyncio, sys, threading
         sys.path.insert(0, sys.argv[1])
-        from lib.agent.tools import attempt
+        from agent.tools.base import attempt
         print(asyncio.run(attempt(threading.Event().wait, timeout_s=0.1))[1])
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(ROOT)]
@@ -463,7 +463,7 @@ def test_python():
 
 
 def test_python_is_stopped(monkeypatch):
-    monkeypatch.setattr("lib.agent.builtin_tools.PYTHON_S", 0.5)
+    monkeypatch.setattr("agent.tools.builtin.PYTHON_S", 0.5)
     (tool,) = load_tools(("python",)).values()
     result = answer(tool, {"code": "while True: pass"})
     assert result.error_kind == "timeout" and "stopped after 0.5 s" in result.text
@@ -733,7 +733,7 @@ def test_a_schema_stops_nothing_and_fetches_nothing(hostile_server):
 # ---- files ---------------------------------------------------------------------------------------
 
 FILE = '''
-from lib.agent import BaseInteraction, BaseTool
+from agent import BaseInteraction, BaseTool
 
 seen = []
 
@@ -787,7 +787,7 @@ def tool_file(tmp_path):
 VERL = '''
 from types import SimpleNamespace
 
-from lib.agent import BaseTool, ToolResponse
+from agent import BaseTool, ToolResponse
 
 class Verl(BaseTool):
     """As one writes it for verl 0.5 and later, but for the import."""

@@ -4,13 +4,13 @@ import signal
 
 import pytest
 
+from agent import load_multi_turn
 from lib import InputError
-from lib.agent import load_multi_turn
 from lib.args import MultiTurnArgs
 from lib.cli.user_code import load_object
 from lib.data import load_dataset_class
 from lib.model import load_tokenizer
-from lib.reward import load_scorers
+from lib.reward.scorers import load_scorers
 from tests.common import TOY_MODEL
 
 BROKEN = {

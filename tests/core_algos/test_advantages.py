@@ -31,9 +31,8 @@ from lib.core_algos import (
     length_adaptive_lam,
     masked_whiten,
 )
-from lib.core_algos.advantages import (
-    compute_gdpo_outcome_advantage,
-    compute_grpo_leave_one_out_outcome_advantage,
+from lib.core_algos.papers.outcomes import compute_gdpo_outcome_advantage, compute_grpo_leave_one_out_outcome_advantage
+from lib.core_algos.papers.token_baselines import (
     compute_multi_turn_optimal_token_baseline_advantage,
     compute_optimal_token_baseline_advantage,
 )

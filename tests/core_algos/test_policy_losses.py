@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from lib import InputError
 from lib.args.settings import RejectArgs, RolloutCorrectionArgs
-from lib.core_algos import CRITERIA, LOSS_AGG_MODES, agg_loss, compute_rollout_correction, get_rollout_correction_fn
+from lib.core_algos import (
+    CRITERIA,
+    LOSS_AGG_MODES,
+    agg_loss,
+    compute_rollout_correction,
+    get_rollout_correction_fn,
+    token_masks,
+)
 from lib.core_algos import policy_losses as pl
+from lib.core_algos.papers import losses as losses_of_papers
 from lib.core_algos.policy_losses import compute_policy_loss
 from tests.core_algos.test_core_algos import (
     SCALE,
@@ -137,34 +145,49 @@ def tokenwise(slow):
 
 # name: (loss with keywords, names of the extra tensors, reference of a row of valid tokens)
 CASES = {
-    "gpg": (pl.gpg, {}, (), tokenwise(lambda o, n, a: frozen(1, n, a))),
+    "gpg": (losses_of_papers.gpg, {}, (), tokenwise(lambda o, n, a: frozen(1, n, a))),
     "reinforce": (
-        pl.reinforce,
+        losses_of_papers.reinforce,
         {"ratio_high": 1.5},
         (),
         tokenwise(lambda o, n, a: frozen(min(ratio_of(o, n), 1.5), n, a)),
     ),
-    "cispo": (pl.cispo, CLIP, (), tokenwise(lambda o, n, a: frozen(min(max(ratio_of(o, n), 0.8), 1.28), n, a))),
-    "gspo": (pl.gspo, CLIP, (), slow_gspo),
-    "geo_mean": (pl.geo_mean, {"cliprange_high": 0.5}, (), slow_geo_mean),
-    "sapo": (pl.sapo, {"tau_pos": 0.7, "tau_neg": 1.3}, (), tokenwise(slow_sapo)),
-    "dppo_tv": (pl.dppo_tv, {"delta_low": 0.15, "delta_high": 0.1, "ratio_high": 2.0}, (), tokenwise(slow_dppo_tv)),
-    "dppo_kl": (pl.dppo_kl, {"delta_low": 0.05, "delta_high": 0.1, "ratio_high": 2.0}, (), tokenwise(slow_dppo_kl)),
+    "cispo": (
+        losses_of_papers.cispo,
+        CLIP,
+        (),
+        tokenwise(lambda o, n, a: frozen(min(max(ratio_of(o, n), 0.8), 1.28), n, a)),
+    ),
+    "gspo": (losses_of_papers.gspo, CLIP, (), slow_gspo),
+    "geo_mean": (losses_of_papers.geo_mean, {"cliprange_high": 0.5}, (), slow_geo_mean),
+    "sapo": (losses_of_papers.sapo, {"tau_pos": 0.7, "tau_neg": 1.3}, (), tokenwise(slow_sapo)),
+    "dppo_tv": (
+        losses_of_papers.dppo_tv,
+        {"delta_low": 0.15, "delta_high": 0.1, "ratio_high": 2.0},
+        (),
+        tokenwise(slow_dppo_tv),
+    ),
+    "dppo_kl": (
+        losses_of_papers.dppo_kl,
+        {"delta_low": 0.05, "delta_high": 0.1, "ratio_high": 2.0},
+        (),
+        tokenwise(slow_dppo_kl),
+    ),
     "dro": (
-        pl.dro,
+        losses_of_papers.dro,
         {"dro_beta": 0.3},
         (),
         tokenwise(lambda o, n, a: (-a * n + 0.15 * (n - o) ** 2, -a + 0.3 * (n - o))),
     ),
-    "two_sided": (pl.two_sided, CLIP | {"delta": 3.0}, (), tokenwise(slow_two_sided)),
-    "decoupled": (pl.decoupled, CLIP | {"cap": 1.5}, ("rollout_log_probs",), tokenwise(slow_decoupled)),
+    "two_sided": (losses_of_papers.two_sided, CLIP | {"delta": 3.0}, (), tokenwise(slow_two_sided)),
+    "decoupled": (losses_of_papers.decoupled, CLIP | {"cap": 1.5}, ("rollout_log_probs",), tokenwise(slow_decoupled)),
     "clip_cov": (
-        pl.clip_cov,
+        losses_of_papers.clip_cov,
         CLIP,
         ("cov_keep",),
         tokenwise(lambda o, n, a, k: slow_ppo(ratio_of(o, n), slope_of(o, n), a) if k else (0.0, 0.0)),
     ),
-    "kl_cov": (pl.kl_cov, {"kl_coef": 0.3}, ("cov_pick",), tokenwise(slow_kl_cov)),
+    "kl_cov": (losses_of_papers.kl_cov, {"kl_coef": 0.3}, ("cov_pick",), tokenwise(slow_kl_cov)),
 }
 SMOOTH = ("gpg", "geo_mean", "sapo", "dro", "two_sided", "decoupled", "clip_cov", "kl_cov")  # without a stop-gradient
 
@@ -174,7 +197,7 @@ def make_extras(names, old, advantages, mask, seed):
     g = torch.Generator().manual_seed(seed)
     masks = {"clip_cov": {"ratio": 0.3, "cov": (-0.5, 1.0)}, "kl_cov": {"ratio": 0.3}}
     batch = {"old_log_probs": old, "advantages": advantages, "response_mask": mask, "group": torch.arange(len(mask))}
-    extras = pl.compute_token_masks(masks, batch, seed)
+    extras = token_masks.compute_token_masks(masks, batch, seed)
     extras["rollout_log_probs"] = old + 0.5 * torch.randn(old.shape, generator=g, dtype=torch.float64)
     return {name: extras[name].double() for name in names}
 
@@ -290,7 +313,7 @@ def test_gspo_has_the_gradient_of_the_papers_sequence_loss(seed):
         return total / max(counts(mask)["global_rows"], 1)
 
     leaf = new.clone().requires_grad_()
-    loss = agg_loss(pl.gspo(old, leaf, advantages, mask, **CLIP)[0], mask, "seq-mean-token-mean")
+    loss = agg_loss(losses_of_papers.gspo(old, leaf, advantages, mask, **CLIP)[0], mask, "seq-mean-token-mean")
     loss.backward()
     assert loss.item() == pytest.approx(paper(new.tolist()), rel=1e-9, abs=1e-12)
     for i, t in product(range(3), range(4)):
@@ -313,7 +336,7 @@ def test_geo_mean_is_the_papers_loss(seed):
             sign = math.copysign(1, a)
             bounded = [min(r**sign, min(max(r, math.exp(-0.4)), math.exp(0.4)) ** sign) ** sign for r in ratios]
             total -= a * math.prod(bounded) ** (1 / len(ratios))
-    loss = agg_loss(pl.geo_mean(old, new, advantages, mask)[0], mask, "seq-mean-token-mean")
+    loss = agg_loss(losses_of_papers.geo_mean(old, new, advantages, mask)[0], mask, "seq-mean-token-mean")
     assert loss.item() == pytest.approx(total / max(counts(mask)["global_rows"], 1), rel=1e-9, abs=1e-12)
 
 
@@ -340,32 +363,35 @@ def test_on_policy_every_gradient_is_that_of_vanilla(name, seed):
 @for_all(20, seed=seeds)
 def test_losses_that_coincide(seed):
     old, new, advantages, mask = batch = random_batch(seed)
-    close(pl.two_sided(*batch, delta=3.0)[0], compute_policy_loss(*batch, clip_ratio_c=3.0)[0])
-    close(pl.reinforce(*batch, ratio_high=5.0)[0], pl.cispo(*batch)[0])
-    close(pl.gpg(*batch)[0], pl.reinforce(new, new, advantages, mask)[0])
-    close(pl.dppo_tv(*batch, delta_low=2, delta_high=1e12, ratio_high=5.0)[0], pl.cispo(*batch)[0])
+    close(losses_of_papers.two_sided(*batch, delta=3.0)[0], compute_policy_loss(*batch, clip_ratio_c=3.0)[0])
+    close(losses_of_papers.reinforce(*batch, ratio_high=5.0)[0], losses_of_papers.cispo(*batch)[0])
+    close(losses_of_papers.gpg(*batch)[0], losses_of_papers.reinforce(new, new, advantages, mask)[0])
+    close(
+        losses_of_papers.dppo_tv(*batch, delta_low=2, delta_high=1e12, ratio_high=5.0)[0],
+        losses_of_papers.cispo(*batch)[0],
+    )
     plain = compute_policy_loss(*batch, clip_ratio_c=math.inf)[0]
-    close(pl.decoupled(*batch, rollout_log_probs=old)[0], plain)
-    close(pl.clip_cov(*batch, cov_keep=torch.ones_like(mask))[0], plain)
+    close(losses_of_papers.decoupled(*batch, rollout_log_probs=old)[0], plain)
+    close(losses_of_papers.clip_cov(*batch, cov_keep=torch.ones_like(mask))[0], plain)
     one = [x[:, :1] for x in batch]  # rows of one token: sequence and token are the same
-    close(pl.gspo(*one, **CLIP)[0], compute_policy_loss(*one, clip_ratio_c=math.inf, **CLIP)[0])
+    close(losses_of_papers.gspo(*one, **CLIP)[0], compute_policy_loss(*one, clip_ratio_c=math.inf, **CLIP)[0])
 
 
 def test_default_bounds_by_hand():
     ratio, ones = torch.tensor([[0.5, 8.0, 2.0]]), torch.ones(1, 3)
     old = torch.full((1, 3), -3.0)
     batch = (old, old + ratio.log(), ones, ones)
-    for loss, weights in ((pl.cispo, [0.5, 5, 2]), (pl.reinforce, [0.5, 2, 2])):
+    for loss, weights in ((losses_of_papers.cispo, [0.5, 5, 2]), (losses_of_papers.reinforce, [0.5, 2, 2])):
         torch.testing.assert_close(loss(*batch)[0], -torch.tensor([weights]) * batch[1])
         assert loss(*batch)[1]["actor/pg_clipfrac"].tolist() == [[0, 1, 0]]
-    assert pl.two_sided(*batch[:2], -ones, ones)[0][0].tolist() == pytest.approx([0.8, 4, 2])
-    losses, metrics = pl.gspo(*batch)  # s = 2
+    assert losses_of_papers.two_sided(*batch[:2], -ones, ones)[0][0].tolist() == pytest.approx([0.8, 4, 2])
+    losses, metrics = losses_of_papers.gspo(*batch)  # s = 2
     assert losses.tolist() == [pytest.approx([-1.0004] * 3)] and metrics["actor/pg_clipfrac"].tolist() == [[1, 1, 1]]
-    assert pl.geo_mean(*batch)[1]["actor/pg_clipfrac"].tolist() == [[0, 1, 1]]
-    tv, kl = pl.dppo_tv(*batch), pl.dppo_kl(*batch)  # π_old = 0.05: only 0.4 is far
+    assert losses_of_papers.geo_mean(*batch)[1]["actor/pg_clipfrac"].tolist() == [[0, 1, 1]]
+    tv, kl = losses_of_papers.dppo_tv(*batch), losses_of_papers.dppo_kl(*batch)  # π_old = 0.05: only 0.4 is far
     assert tv[1]["actor/pg_clipfrac"].tolist() == kl[1]["actor/pg_clipfrac"].tolist() == [[0, 1, 0]]
     sure = [torch.tensor([[x]]) for x in (-1e-3, 0.0, 1.0, 1.0)]  # π rounds to 1 in float32: not infinitely far
-    assert pl.dppo_kl(*sure)[1]["actor/pg_clipfrac"].item() == 0
+    assert losses_of_papers.dppo_kl(*sure)[1]["actor/pg_clipfrac"].item() == 0
 
 
 def test_bad_input():
@@ -374,13 +400,13 @@ def test_bad_input():
         with pytest.raises(TypeError, match="temperature"):
             loss(x, x, x, x, temperature=1.0, **(CASES[name][1] if name in CASES else {}))
     with pytest.raises(TypeError, match="dro_beta"):
-        pl.dro(x, x, x, x)
+        losses_of_papers.dro(x, x, x, x)
     with pytest.raises(InputError, match="delta"):
-        pl.two_sided(x, x, x, x, delta=1.2)
+        losses_of_papers.two_sided(x, x, x, x, delta=1.2)
     with pytest.raises(InputError, match="fraction"):
-        pl.top_entropy_mask(x, x, fraction=0)
+        token_masks.top_entropy_mask(x, x, fraction=0)
     with pytest.raises(ValueError, match="row_ids"):
-        pl.clip_cov_mask(*[torch.zeros(2, 2)] * 3, row_ids=torch.tensor([3, 3]), seed=0)
+        token_masks.clip_cov_mask(*[torch.zeros(2, 2)] * 3, row_ids=torch.tensor([3, 3]), seed=0)
     assert set(pl.POLICY_LOSSES) - {"vanilla"} == set(CASES)  # that one: tests/core_algos/test_core_algos.py
 
 
@@ -441,24 +467,26 @@ def test_masks_equal_the_loop_in_every_layout(seed):
     row_ids = torch.tensor(random.Random(seed).sample(range(2**40), len(mask)))
     masks = {
         "clip_cov": (
-            lambda o, n, a, e, m, ids: pl.clip_cov_mask(n, a, m, row_ids=ids, seed=seed, ratio=0.2, cov=(0, 0.8)),
+            lambda o, n, a, e, m, ids: token_masks.clip_cov_mask(
+                n, a, m, row_ids=ids, seed=seed, ratio=0.2, cov=(0, 0.8)
+            ),
             slow_clip_cov(new, advantages, mask, row_ids, seed),
         ),
         "kl_cov": (
-            lambda o, n, a, e, m, ids: pl.kl_cov_mask(n, a, m, ratio=0.2),
+            lambda o, n, a, e, m, ids: token_masks.kl_cov_mask(n, a, m, ratio=0.2),
             slow_kl_cov_pick(new, advantages, mask),
         ),
         "top_entropy": (
-            lambda o, n, a, e, m, ids: pl.top_entropy_mask(e, m, fraction=0.3),
+            lambda o, n, a, e, m, ids: token_masks.top_entropy_mask(e, m, fraction=0.3),
             slow_top_entropy(entropys, mask),
         ),
-        "m2po": (lambda o, n, a, e, m, ids: pl.m2po_mask(o, n, m, threshold=0.3), slow_m2po(old, new, mask)),
+        "m2po": (lambda o, n, a, e, m, ids: token_masks.m2po_mask(o, n, m, threshold=0.3), slow_m2po(old, new, mask)),
         "off_policy_sequence": (
-            lambda o, n, a, e, m, ids: pl.off_policy_sequence_mask(o, n, a, m, delta=0.1),
+            lambda o, n, a, e, m, ids: token_masks.off_policy_sequence_mask(o, n, a, m, delta=0.1),
             slow_opsm(old, new, advantages, mask),
         ),
     }
-    assert set(masks) == set(pl.TOKEN_MASKS)
+    assert set(masks) == set(token_masks.TOKEN_MASKS)
     order = random.Random(seed).sample(range(len(mask)), len(mask))
     pad = torch.nn.functional.pad
     moved_mask = pad(mask[order], (0, 2))
@@ -474,13 +502,13 @@ def test_masks_equal_the_loop_in_every_layout(seed):
     tensors = {"rollout_log_probs": old, "old_log_probs": new, "advantages": advantages, "entropys": entropys}
     tensors |= {"response_mask": mask, "group": torch.arange(len(mask)) // 2}
     for names in ([], ["m2po"], ["top_entropy", "off_policy_sequence"], list(chosen)):
-        found = pl.compute_token_masks({name: chosen[name] for name in names}, tensors, seed)
+        found = token_masks.compute_token_masks({name: chosen[name] for name in names}, tensors, seed)
         assert list(found) == ["token_mask"][: len(names)]
         if names:
             together = set.intersection(*(masks[name][1] for name in names))
             assert {tuple(at) for at in found["token_mask"].nonzero().tolist()} == together
     cov = {"kl_cov": {"ratio": 0.2}, "clip_cov": {"ratio": 0.2, "cov": [0, 0.8]}}
-    found = pl.compute_token_masks(cov, tensors, seed)
+    found = token_masks.compute_token_masks(cov, tensors, seed)
     assert {tuple(at) for at in found.pop("cov_pick").nonzero().tolist()} == masks["kl_cov"][1]
     expected = slow_clip_cov(new, advantages, mask, range(len(mask)), seed)
     assert {tuple(at) for at in found["cov_keep"].nonzero().tolist()} == expected and len(found) == 1
@@ -493,15 +521,17 @@ def test_no_token_mask_depends_on_which_rank_has_a_group(seed):
     tensors = {"old_log_probs": new, "rollout_log_probs": old, "advantages": advantages, "entropys": old.abs()}
     tensors |= {"response_mask": mask, "group": torch.arange(12) // 2}
     settings = {"clip_cov": {"ratio": 0.2, "cov": [-9, 9]}, "kl_cov": {"ratio": 0.2}, "m2po": {"threshold": 0.3}}
-    whole = pl.compute_token_masks(settings, tensors, seed)
+    whole = token_masks.compute_token_masks(settings, tensors, seed)
     groups = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
     order = (2 * groups[:, None] + torch.arange(2)).flatten()
-    moved = pl.compute_token_masks(settings, {name: x[order] for name, x in tensors.items()}, seed)
+    moved = token_masks.compute_token_masks(settings, {name: x[order] for name, x in tensors.items()}, seed)
     assert all(bits_equal(moved[name], whole[name][order]) for name in whole)
 
 
 def test_token_masks_are_checked_before_there_is_a_batch():
-    pl.check_token_masks({"top_entropy": {}, "m2po": {"threshold": 0.1}, "clip_cov": {"cov": [0, 1]}, "kl_cov": {}})
+    token_masks.check_token_masks(
+        {"top_entropy": {}, "m2po": {"threshold": 0.1}, "clip_cov": {"cov": [0, 1]}, "kl_cov": {}}
+    )
     for masks, message in (
         ({"entropy": {}}, "'entropy'.*top_entropy, m2po, off_policy_sequence, clip_cov, kl_cov"),
         ({"kl_cov": {}, "m2po": {"limit": 1}}, "'m2po'.*limit"),
@@ -510,7 +540,7 @@ def test_token_masks_are_checked_before_there_is_a_batch():
         ({"top_entropy": {"fraction": 2}}, "fraction"),
     ):
         with pytest.raises(InputError, match=message):
-            pl.check_token_masks(masks)
+            token_masks.check_token_masks(masks)
 
 
 def test_covariance_has_the_same_bits_in_any_row_order():
@@ -518,8 +548,8 @@ def test_covariance_has_the_same_bits_in_any_row_order():
         g = torch.Generator().manual_seed(seed)
         advantages, new = torch.randn(2, 50, 7, generator=g, dtype=torch.float64)
         order, ones = torch.randperm(50, generator=g), torch.ones(50, 7)
-        covariance = pl._covariance(advantages, new, ones)
-        assert bits_equal(pl._covariance(advantages[order], new[order], ones), covariance[order])
+        covariance = token_masks._covariance(advantages, new, ones)
+        assert bits_equal(token_masks._covariance(advantages[order], new[order], ones), covariance[order])
 
 
 def test_clip_cov_draws_another_token_for_another_seed():
@@ -529,7 +559,9 @@ def test_clip_cov_draws_another_token_for_another_seed():
     new = advantages.clone() - 5  # covariance = (A − mean)² >= 0
     drawn = torch.zeros(10, 20)
     for seed in range(2000):
-        drawn += ~pl.clip_cov_mask(new, advantages, ones, row_ids=torch.arange(10), seed=seed, ratio=1e-9, cov=(1, 99))
+        drawn += ~token_masks.clip_cov_mask(
+            new, advantages, ones, row_ids=torch.arange(10), seed=seed, ratio=1e-9, cov=(1, 99)
+        )
     candidates = (advantages - advantages.mean()).square() > 1
     expected = 2000 / candidates.sum()
     assert drawn.sum() == 2000 and (drawn[~candidates] == 0).all()
@@ -538,13 +570,13 @@ def test_clip_cov_draws_another_token_for_another_seed():
 
 def test_masks_of_nothing_and_ties():
     none, zeros, ones = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
-    assert not pl.clip_cov_mask(zeros, zeros, none, row_ids=torch.arange(2), seed=1).any()
-    assert not pl.kl_cov_mask(zeros, zeros, none).any()
-    assert not pl.top_entropy_mask(zeros, none).any()
-    assert not pl.m2po_mask(zeros, zeros, none).any()
-    assert not pl.kl_cov_mask(-ones, zeros, ones).any()  # all covariances are 0
-    assert pl.top_entropy_mask(ones, ones).all()
-    assert not pl.m2po_mask(zeros, ones, ones).any() and pl.m2po_mask(zeros, zeros, ones).all()
+    assert not token_masks.clip_cov_mask(zeros, zeros, none, row_ids=torch.arange(2), seed=1).any()
+    assert not token_masks.kl_cov_mask(zeros, zeros, none).any()
+    assert not token_masks.top_entropy_mask(zeros, none).any()
+    assert not token_masks.m2po_mask(zeros, zeros, none).any()
+    assert not token_masks.kl_cov_mask(-ones, zeros, ones).any()  # all covariances are 0
+    assert token_masks.top_entropy_mask(ones, ones).all()
+    assert not token_masks.m2po_mask(zeros, ones, ones).any() and token_masks.m2po_mask(zeros, zeros, ones).all()
 
 
 # --------------------------------------------------------------------------------- rollout correction
@@ -642,7 +674,7 @@ def test_denominators_before_and_after_rejection(mode, seed):
     weights, new_mask, _ = compute_rollout_correction(
         old, rollout, mask, reject={"token_k1": (0.5, 4), "seq_mean_k1": (0.5, 2)}
     )
-    losses = pl.gpg(old, old, advantages, mask)[0] * weights
+    losses = losses_of_papers.gpg(old, old, advantages, mask)[0] * weights
     before, after = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for i in range(len(mask)):
         row = slice(i, i + 1)
@@ -720,7 +752,7 @@ def test_correction_bad_input_and_edges():
 def test_lookup_checks_name_and_hyper_parameters():
     loss = pl.get_policy_loss_fn("cispo", {"cliprange_high": 2.0})
     x = torch.ones(1, 2)
-    assert torch.equal(loss(x, x, x, x)[0], pl.cispo(x, x, x, x, cliprange_high=2.0)[0])
+    assert torch.equal(loss(x, x, x, x)[0], losses_of_papers.cispo(x, x, x, x, cliprange_high=2.0)[0])
     for name, keywords, message in (
         ("ppo", {}, "'ppo'.*vanilla, gpg"),
         ("gspo", {"clip": 1.0}, "'gspo'.*clip"),
@@ -734,4 +766,4 @@ def test_lookup_checks_name_and_hyper_parameters():
             pl.get_policy_loss_fn(name, keywords)
     pl.get_policy_loss_fn("vanilla", {"clip_ratio_c": math.inf})  # no dual clip
     with pytest.raises(InputError, match="fraction must be a number"):
-        pl.check_token_masks({"top_entropy": {"fraction": True}})
+        token_masks.check_token_masks({"top_entropy": {"fraction": True}})

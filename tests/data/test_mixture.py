@@ -12,7 +12,7 @@ from lib import InputError
 from lib.data import RLHFDataset, make_loader
 from lib.data_proto import DataProto
 from lib.distributed import reduce_metrics
-from lib.run import data_metrics
+from lib.log import data_metrics
 from tests.common import SMALL, fork, metrics, parse_flags, ran
 from tests.data.test_dataset import make_row, make_tokenizer, write_jsonl
 

@@ -18,8 +18,8 @@ from lib.distributed import (
     synchronize,
     total_memory,
 )
-from lib.estimate import H100, gpu_here
 from lib.setup import get_compute_dtype, use_cores
+from planner.estimate import H100, gpu_here
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lib.distributed import World
-from lib.distributed.fake_gpu import register_fake_gpu
+from planner.fake_gpu import register_fake_gpu
 from tests.common import FORKSERVER, run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -48,7 +48,9 @@ def note(kind: str, what: str, source: torch.Tensor | None = None) -> None:
     frame, place = sys._getframe(1), "outside"
     while frame is not None and place == "outside":
         file = Path(frame.f_code.co_filename)
-        if (file.parent == ROOT or (ROOT / "lib") in file.parents) and file.name not in CALLED:
+        if (
+            file.parent == ROOT or {ROOT / room for room in ("lib", "agent", "planner")} & {*file.parents}
+        ) and file.name not in CALLED:
             name = frame.f_code.co_qualname.partition(".<locals>")[0].rpartition(".")[2]
             place = f"{file.relative_to(ROOT)} {name}"
         frame = frame.f_back

@@ -110,7 +110,7 @@ def set_up(name, world, *flags):
     sizes = step_sizes(args, world.size)
     factory = setup.make_model_factory(args, world, sizes)
     make_optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    with patch.object(setup, "shard_model", placed):
+    with patch.object(setup.factory, "shard_model", placed), patch.object(setup.rollouts, "shard_model", placed):
         models = [setup.load_policy(factory, "actor", args.model.model, make_optimizer, 10)]
         if name == "ppo":
             models.append(setup.load_value_model(factory, "critic", args.model.model, make_optimizer, 10))
@@ -167,7 +167,7 @@ def test_update(world, name, flags, more_waits):
         changes.enter_context(patch("lib.model.log_probs.CANDIDATES", 8))
         if "varlen" in flags:
             changes.enter_context(cpu_kernels())
-            changes.enter_context(patch("lib.setup.get_attention", lambda *_, **__: "varlen"))
+            changes.enter_context(patch("lib.setup.factory.get_attention", lambda *_, **__: "varlen"))
         compare(world, name, flags, more_waits)
     if "actor" not in flags:  # else weights come for each forward
         sources = [x for kind, *_, x in events if kind == "in" and x.numel()]
@@ -249,7 +249,7 @@ def prepared(world, *flags):
     factories, make = [], setup.make_model_factory
     with patch.object(setup, "make_model_factory", lambda *args: factories.append(make(*args)) or factories[0]):
         *_, (actor, critic) = set_up("ppo", world, *flags)
-    with patch.object(setup, "shard_model", placed):
+    with patch.object(setup.factory, "shard_model", placed), patch.object(setup.rollouts, "shard_model", placed):
         return actor, critic, setup.load_reference(factories[0], actor)
 
 
@@ -375,7 +375,8 @@ def test_a_whole_run(world, name, more, tmp_path):
 
     with (
         patch.object(setup, "join", lambda args: world),
-        patch.object(setup, "shard_model", placed),
+        patch.object(setup.factory, "shard_model", placed),
+        patch.object(setup.rollouts, "shard_model", placed),
         patch.object(HFEngine, "_sample", in_any_thread),
         cpu_kernels(),
     ):

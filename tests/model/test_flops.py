@@ -12,10 +12,10 @@ import grpo
 import ppo
 from lib.args import step_sizes
 from lib.data import prefix_tree
-from lib.estimate import flops_of_step
 from lib.model import freeze, load_model, response_log_probs
 from lib.model.flops import flops_of, update_flops
-from lib.model.step_flops import StepFlops
+from planner.estimate import flops_of_step
+from planner.step_flops import StepFlops
 from tests.common import ROOT, VOCAB, parse_flags, rollout_batch, save_tiny, tiny_vision, vision_batch
 from tests.model.test_models import FAMILIES, STATE, config_of
 

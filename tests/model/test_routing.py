@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import grpo
+from agent import BaseInteraction, MultiTurn, make_episodes
+from agent.http.program import Agent, call_function
+from agent.multi_turn import AsyncRolloutRequest
 from data import toy_moe
 from data.toy import make_tokenizer
 from data.toy_moe import make_mixtral
 from lib import InputError, setup
-from lib.agent import BaseInteraction, MultiTurn, make_episodes
-from lib.agent.multi_turn import AsyncRolloutRequest
-from lib.agent.program import Agent, call_function
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, make_row_group, reduce_metrics, shard_model

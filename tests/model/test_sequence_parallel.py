@@ -35,7 +35,7 @@ from lib.model import (
     response_log_probs,
     response_values,
 )
-from lib.model.memory import estimate_memory
+from planner.memory import estimate_memory
 from tests.common import (
     SMALL,
     fork,
@@ -50,7 +50,7 @@ from tests.common import (
 )
 from tests.core_algos.test_core_algos import counts
 from tests.data.test_batching import tokens
-from tests.model.test_memory import allocated, beside_weights
+from tests.planner.test_memory import allocated, beside_weights
 from tests.scripts.test_invariance import (
     LOSSES,
     float64_norms,

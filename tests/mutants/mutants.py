@@ -289,8 +289,8 @@ MUTANTS = {
         "engine_apart",
         1,
         [
-            ("lib.agent.multi_turn:glue", f"{UNLIKE}None", f"{UNLIKE}after[len(before) :].lstrip()"),
-            ("lib.agent.episode:Episode._sample_turn", "[*request.raw_context]", "settings.encode(request.rendered)"),
+            ("agent.multi_turn:glue", f"{UNLIKE}None", f"{UNLIKE}after[len(before) :].lstrip()"),
+            ("agent.episode:Episode._sample_turn", "[*request.raw_context]", "settings.encode(request.rendered)"),
         ],
         prepare=tools,
     ),
@@ -326,7 +326,7 @@ MUTANTS = {
         "the reference is the policy's own module, not a copy",
         "the reference's weights have changed",
         2,
-        plant("lib.setup:load_reference", "if factory.model.lora_rank:", "if True:"),
+        plant("lib.setup.factory:load_reference", "if factory.model.lora_rank:", "if True:"),
         ["--kl-coef", "0.001"],
     ),
     "critic_of_another_step": Mutant(

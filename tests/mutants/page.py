@@ -3,7 +3,7 @@
 import json
 from textwrap import shorten
 
-from lib.run.alerts import CHECKS, FAULTS
+from lib.log.alerts import CHECKS, FAULTS
 from tests.mutants.mutants import MUTANTS
 from tests.mutants.record import FILE
 
@@ -56,7 +56,7 @@ Few of them know a bug. They are what holds for every loss:
   caches, positions, temperature.
 - **log p + entropy** is 0 on average over tokens that were sampled from p, whatever p is. It is the check that
   needs no log-prob of the engine.
-- **The batch after the update** ([batch_checks.py](../lib/run/batch_checks.py)): masks lie within each other,
+- **The batch after the update** ([batch_checks.py](../lib/log/batch_checks.py)): masks lie within each other,
   responses end with a trained token,
   a group has one prompt and one number, and the return of a last token is its reward.
 - **Scores** come back with a hash of their response; a prompt's tokens are compared with its chat template

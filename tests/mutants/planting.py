@@ -18,7 +18,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from lib import InputError
-from lib.run import tracking
+from lib.log import tracking
 from tests.common import ROOT, parse_flags
 from tests.mutants.mutants import Mutant
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.run.alerts import FAULTS
+from lib.log.alerts import FAULTS
 from tests.common import ROOT
 from tests.mutants.mutants import MUTANTS, Mutant
 from tests.mutants.page import page

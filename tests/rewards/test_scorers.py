@@ -28,10 +28,9 @@ from math_verify import parse, verify
 
 import rewards
 from lib import InputError
-from lib.reward import load_scorers
-from lib.reward.scorers import check_keywords
-from lib.sandbox import checked
-from lib.sandbox.pool import Pool
+from lib.reward.pool import Pool
+from lib.reward.scorer import checked
+from lib.reward.scorers import check_keywords, load_scorers
 from rewards import _math, countdown, geometry3k, gsm8k, judge, length_penalty, math_dapo, multiple_choice, search_qa
 from rewards import format as form
 from rewards import math as math_reward

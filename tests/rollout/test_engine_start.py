@@ -192,8 +192,8 @@ def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
     monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: set_threads[-1])
-    monkeypatch.setattr(setup, "make_engine", lambda *_, **__: set_torch_threads_for_runtime())
-    monkeypatch.setattr(setup, "Rollouts", lambda *_, **__: None)
+    monkeypatch.setattr(setup.rollouts, "make_engine", lambda *_, **__: set_torch_threads_for_runtime())
+    monkeypatch.setattr(setup.rollouts, "Rollouts", lambda *_, **__: None)
     flags = ["--cpu-offload", "actor", "--model", TOY_MODEL, "--max-prompt-length", "8", "--max-response-length", "8"]
     args = parse_flags(grpo.Args, flags)
     world = World(0, 2, torch.device("cuda", 0))

@@ -18,13 +18,13 @@ import grpo
 from lib import InputError, setup
 from lib.args import step_sizes
 from lib.cli.flags import check_flags, parse_flags
-from lib.estimate import memory_of
 from lib.model import check_sampling, config_of
 from lib.rollout import check_capabilities, engine_class, vllm_refuses
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.sampling import Sampling
+from planner.estimate import memory_of
 from tests.common import ROOT, SMALL, TOY_MODEL, environment, fork, metrics, ran, skip_without_vllm
 
 TABLE = '''
@@ -157,7 +157,8 @@ def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
     with pytest.raises(InputError, match="--batch-invariant: vLLM has batch-invariant kernels for GPUs from"):
         setup.use_batch_invariant_kernels(torch.device("cpu"))
     assert "VLLM_BATCH_INVARIANT" not in os.environ
-    monkeypatch.setattr(setup, "has_flash_attention", lambda device, dtype: True)
+    monkeypatch.setattr(setup.start, "has_flash_attention", lambda device, dtype: True)
+    monkeypatch.setattr(setup.algorithm, "has_flash_attention", lambda device, dtype: True)
     with inductor.patch(batch_invariant=False):  # monkeypatch would hide the setting from later tests
         setup.use_batch_invariant_kernels(torch.device("meta"))
         assert os.environ.pop("VLLM_BATCH_INVARIANT") == "1" and inductor.batch_invariant

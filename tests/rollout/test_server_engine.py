@@ -27,12 +27,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from agent import FunctionTool, MultiTurn, ToolCall, make_episodes
+from agent.http.program import Agent, call_function
 from lib import InputError
-from lib.agent import FunctionTool, MultiTurn, ToolCall, agent_metrics, make_episodes
-from lib.agent.program import Agent, call_function
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
+from lib.log import agent_metrics
 from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Generated,
@@ -302,7 +303,7 @@ def test_two_ranks_with_async_rollouts(server, tmp_path):
 TALK = """
 import asyncio
 
-from lib.agent import BaseInteraction, BaseTool
+from agent import BaseInteraction, BaseTool
 
 
 class Client(BaseTool):
@@ -595,7 +596,7 @@ def test_what_a_rollout_waits_for_is_said(engine_and_model, monkeypatch, capsys)
 @needs_vllm
 def test_failed_episodes_on_a_server_and_a_failed_server(engine_and_model, monkeypatch, capsys):
     engine, _ = engine_and_model
-    monkeypatch.setattr("lib.agent.tools.SHOWN", set())
+    monkeypatch.setattr("agent.tools.base.SHOWN", set())
     how = MultiTurn(tokenizer(), interaction=User, limits=MultiTurnArgs(max_turns=3, max_turn_tokens=6))
 
     def play(*fail_at):

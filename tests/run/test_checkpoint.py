@@ -36,8 +36,8 @@ from lib import InputError
 from lib.args import RunArgs, ValidationArgs
 from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, in_thread, make_mesh, shard_model, trainable_parameters
+from lib.log.tracking import Tracker
 from lib.manifest import file_hash
-from lib.model.memory import LiveBytes
 from lib.run import Run, checkpoint
 from lib.run.checkpoint import (
     _why_altered,
@@ -48,7 +48,7 @@ from lib.run.checkpoint import (
     save_checkpoint,
     why_torn,
 )
-from lib.run.tracking import Tracker
+from planner.memory import LiveBytes
 from tests.common import full_disk, run_ranks
 
 VOCAB, ROWS, LENGTH = 96, 4, 12

@@ -32,12 +32,12 @@ from lib import args as shared
 from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, changed_flags, marked
 from lib.distributed import World
+from lib.log.tracking import Tracker
 from lib.run import Run, open_run, provenance
 from lib.run.checkpoint import newest_complete
 from lib.run.provenance import write_start
 from lib.run.run import default_name, set_aside, take_lock, typed_command
 from lib.run.run_config import code_changes, code_files, compare, describe_run, read_json
-from lib.run.tracking import Tracker
 from tests.common import (
     ACCELERATE,
     ONE_NODE,

@@ -21,9 +21,9 @@ import psutil
 import pytest
 
 from lib import InputError
-from lib.reward import load_scorers
+from lib.reward.pool import Pool
+from lib.reward.scorers import load_scorers
 from lib.sandbox import client, zygote
-from lib.sandbox.pool import Pool
 from rewards import code
 from rewards import math as math_reward
 from tests.common import ROOT
@@ -1049,7 +1049,7 @@ class Rows:
 
 def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
     """What they accept is what their reward workers and tools then read in the environment."""
-    source = (ROOT / "lib/setup.py").read_text()
+    source = (ROOT / "lib/setup/inputs.py").read_text()
     assert "accept_sandbox(reward.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
     monkeypatch.setenv(client.ACCEPTED, "namespaces")
     client.accept("rlimits")

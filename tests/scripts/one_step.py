@@ -15,11 +15,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassificat
 from lib import setup
 from lib.data_proto import DataProto
 from lib.distributed import World, full_tensor, make_mesh, reduce_metrics, shard_model
+from lib.log.metrics import merge_metrics
 from lib.model import Critic, ForwardConfig, Policy, Reference, load_critic, load_model
 from lib.reward.scores import Rewards
 from lib.rollout import truncated_rows
 from lib.rollout.async_rollouts import gather_groups, own_groups
-from lib.run.metrics import merge_metrics
 from tests.common import float64_norms
 from tests.reference_step import Row
 
@@ -236,10 +236,10 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
         "make_rollouts": lambda *_: StubRollouts(args, iter(steps)),
         "make_rewards_and_validation": lambda *_: (rewards, validate),
     }
-    report = SimpleNamespace(describe=lambda *_: "", check_memory=lambda *_: None)
+    of_setup |= {"describe": lambda *_: "", "check_memory": lambda *_: None}
     with (
         patch.multiple(setup, **of_setup),
-        patch.multiple(script, report=report, open_run=lambda *_: run, print=lambda *_, **__: None, create=True),
+        patch.multiple(script, open_run=lambda *_: run, print=lambda *_, **__: None, create=True),
     ):
         script.main(args)
     return run.logged, updates

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import claims, hardware, report, rows, run, stages, wheels
-from lib.model.memory import GIB, memory_table
+from planner.memory import GIB, memory_table
 from tests.common import ROOT, environment, fork_module, is_alive, ran
 
 SCRIPT = str(ROOT / "benchmarks/gpu_check.sh")

@@ -1,4 +1,4 @@
-"""launch/, docker/ and the requirements: read by their programs, and run as far as one CPU machine can.
+"""launch/, launch/docker/ and the requirements: read by their programs, and run as far as one CPU machine can.
 
 Two "nodes" are two network namespaces joined by a virtual cable, each with an interface and a loopback of its own.
 Where the kernel does not let a user make them, the nodes are two torchruns that meet on a port of this machine, and the
@@ -216,20 +216,20 @@ def test_slurm_starts_a_torchrun_on_each_node_that_resumes(tmp_path):
     assert done.stdout.splitlines() == [line, line]
 
 
-# ---- docker/ -------------------------------------------------------------------------------------
+# ---- launch/docker/ -------------------------------------------------------------------------------------
 
 # stands for python3 of the image: writes down what pip is to install, and makes a virtual environment of itself
 FAKE_PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip") echo "$*" >> pip.log; for file; do case "$file" in requirements*) test -f "$file" || exit 1; esac; done ;;
+    "-m pip") echo "$*" >> pip.log; for file; do case "$file" in *req*) test -f "$file" || exit 1; esac; done ;;
 esac
 """
 
 
 def dockerfile(name: str) -> list[tuple[str, str]]:
     """(instruction, its words), in order."""
-    text = (ROOT / f"docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
+    text = (ROOT / f"launch/docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
 
@@ -242,7 +242,7 @@ def test_images_have_the_compilers_that_torch_looks_for(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "requirements"), {"cpu": "requirements-cpu.txt", "gpu": "requirements-gpu.txt"}.items()
+    ("name", "requirements"), {"cpu": "launch/requirements-cpu.txt", "gpu": "launch/requirements-gpu.txt"}.items()
 )
 def test_the_steps_of_a_dockerfile_run(tmp_path, name, requirements):
     """As far as they can without Docker, network and root: its set-up is that of README's two commands, on the files
@@ -252,9 +252,10 @@ def test_the_steps_of_a_dockerfile_run(tmp_path, name, requirements):
     [setup] = [i for i, (step, words) in enumerate(steps) if step == "RUN" and "make setup" in words]
     for step, words in steps[:setup]:
         if step == "COPY":
-            _, *sources, _ = words.split()
+            _, *sources, folder = words.split()
+            (tmp_path / folder).mkdir(exist_ok=True)
             for source in sources:
-                shutil.copy(ROOT / source, tmp_path)
+                shutil.copy(ROOT / source, tmp_path / folder)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python3").write_text(FAKE_PYTHON)
     (tmp_path / "bin/python3").chmod(0o755)
@@ -279,7 +280,7 @@ def test_an_image_has_no_root_no_secret_and_no_index(name):
     assert instructions.index("USER") < instructions.index("COPY")
     assert all("--chown=plainrl:plainrl" in words for step, words in steps if step == "COPY")
     assert not re.search(
-        r"https?:|index-url|KEY|TOKEN|SECRET|PASSWORD", (ROOT / f"docker/{name}.Dockerfile").read_text()
+        r"https?:|index-url|KEY|TOKEN|SECRET|PASSWORD", (ROOT / f"launch/docker/{name}.Dockerfile").read_text()
     )
     assert "ADD" not in instructions and "ARG" not in instructions
 
@@ -298,7 +299,7 @@ def pins(file: str) -> dict[str, str]:
 
 def test_the_lock_for_gpus_is_what_requirements_txt_asks_for():
     """And has the versions that the tests run with; `make lock` names the two packages that differ."""
-    gpu, cpu = pins("requirements-gpu.txt"), pins("requirements-cpu.txt")
+    gpu, cpu = pins("launch/requirements-gpu.txt"), pins("launch/requirements-cpu.txt")
     asked = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     for requirement in map(Requirement, filter(None, asked)):
         assert requirement.specifier.contains(gpu[canonicalize_name(requirement.name)]), requirement
@@ -311,6 +312,6 @@ def test_the_lock_for_gpus_is_what_requirements_txt_asks_for():
     assert {"torchaudio", "torchcodec", "nvidia-nccl-cu13"} <= gpu.keys()
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-cpu.txt", "requirements-gpu.txt"])
+@pytest.mark.parametrize("name", ["requirements.txt", "launch/requirements-cpu.txt", "launch/requirements-gpu.txt"])
 def test_requirements_name_no_index(name):
     assert not re.search(r"://|^\s*-|@", (ROOT / name).read_text(), re.MULTILINE)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agent import MultiTurn, get_tool_parser, load_tools
 from data import toy, toy_tools
-from lib.agent import MultiTurn, get_tool_parser, load_tools
 from rewards.arithmetic import compute_score
 
 MODEL = toy_tools.FOLDER / "model"

@@ -32,11 +32,3 @@ def test_a_model_that_is_none_is_one_line(tmp_path, monkeypatch, capsys):
         runpy.run_path(memory.__file__, run_name="__main__")
     [line] = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and line.startswith(f"error: --model {tmp_path}: no model by its config")
-
-
-@pytest.mark.parametrize("old, new", [("lib/run/page.py", "tools.page"), ("lib/model/memory.py", "tools.memory")])
-def test_an_old_command_says_the_new_one(old, new, capsys):
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / old), run_name="__main__")
-    [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and line == f"error: the command is now: python -m {new}"

@@ -50,7 +50,7 @@ TOOLS = [
     *("--multi-turn.max-turns", "3"),
 ]
 CALCULATOR = """
-from lib.agent.builtin_tools import calculator as right
+from agent.tools.builtin import calculator as right
 
 def calculator(expression: str) -> str:
     \"\"\"Works out an expression.
@@ -928,7 +928,7 @@ def test_the_page_needs_no_torch_and_is_its_owners_alone(made, tmp_path):
 
 
 def test_every_alert_has_its_help_on_the_page():
-    from lib.run.alerts import ALERTS, COUNTS
+    from lib.log.alerts import ALERTS, COUNTS
 
     helps = sections((ROOT / "docs/troubleshooting.md").read_text())
     assert {alert.section for alert in ALERTS} | {section for _, section in COUNTS.values()} <= set(helps)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lib import InputError
 from lib.cli.flags import OF_ONE_START
-from lib.run.alerts import alerts_of_run
+from lib.log.alerts import alerts_of_run
 from lib.run.run_config import NO_FLAGS
 from tools.page.files import check, open_inside, parse, reason
 from tools.page.lens import read_lens

@@ -1,0 +1,1 @@
+"""Tasks in folders, each episode in a sandbox."""

@@ -1,0 +1,1 @@
+"""What an episode can call: tools, the built-in ones, parsers of calls."""

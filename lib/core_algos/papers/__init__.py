@@ -1,0 +1,1 @@
+"""Estimators and losses of other papers, imported by name (ADV_ESTIMATORS, POLICY_LOSSES)."""

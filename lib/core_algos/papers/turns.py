@@ -1,0 +1,117 @@
+"""Credit for the turns of an episode. Conventions: advantages.py."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lib.core_algos.advantages import Pair, compute_grpo_outcome_advantage
+from lib.core_algos.reductions import (
+    Index,
+    _keep,
+    _outcome_scores,
+    _rewards_dtype,
+)
+
+
+class Turns(NamedTuple):
+    """The turns of the live rows, in float64 on the CPU."""
+
+    rewards: Tensor  # (N, K): r_ik, the sum of the rewards of the tokens of turn k
+    exists: Tensor  # (N, K) bool: whether the row has that turn
+    starts: Tensor  # (N, T) bool: the first token of each turn
+    group: Tensor  # (N,)
+    scores: Tensor  # (N,): R_i
+    alive: Tensor  # (B,) bool
+    spread: Callable[[Tensor], Pair]  # A of each turn, in the order of `exists`, -> advantages (B, T), returns (B, T)
+
+
+def _turns(rewards: Tensor, mask: Tensor, index: Index, turn_numbers: Tensor | None) -> Turns:
+    """turn_numbers (B, T): of the turn of each valid token, rising from 1. None: a turn is a run of valid tokens."""
+    scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
+    valid = mask.bool().cpu()[alive]  # (N, T)
+    runs = (valid & ~F.pad(valid, (1, -1))).cumsum(1)
+    numbers = (runs if turn_numbers is None else turn_numbers.cpu()[alive]).where(valid, 0)
+    starts = numbers > F.pad(numbers.cummax(1).values, (1, -1))
+    turn = (starts.cumsum(1) - 1).clamp(min=0)  # (N, T): the number of a valid token's turn
+    K = int(turn.amax()) + 1 if len(turn) else 0
+    tokens = _keep(rewards.detach().cpu()[alive], valid).double()
+
+    of_turns = tokens.new_zeros(len(turn), K).scatter_add(1, turn, tokens)
+    exists = torch.arange(K) <= turn.amax(1, keepdim=True)
+
+    def spread(values: Tensor) -> Pair:
+        rows = values.new_zeros(mask.shape)
+        rows[alive] = torch.zeros_like(of_turns).masked_scatter(exists, values).gather(1, turn)
+        advantages = _keep(rows.to(mask.device), mask)
+        return _rewards_dtype(rewards, advantages, advantages)
+
+    return Turns(of_turns, exists, starts, group, scores, alive, spread)
+
+
+def _among(index: Tensor, scores: Tensor, epsilon: float, by_std: bool, singleton: str = "zero") -> Tensor:
+    """GRPO's advantages of the scores (M,), among those with an equal index (M,)."""
+    ones = torch.ones(len(scores), 1)
+    return compute_grpo_outcome_advantage(scores[:, None], ones, index, epsilon, by_std, singleton)[0][:, 0]
+
+
+def _pairs(a: Tensor, b: Tensor) -> Tensor:
+    """The number of each pair (a_i, b_i): equal pairs have an equal one."""
+    return torch.stack([a, b], 1).unique(dim=0, return_inverse=True)[1]
+
+
+def compute_gigpo_advantage(
+    token_level_rewards,
+    response_mask,
+    index,
+    *,
+    anchor_states,
+    turn_numbers=None,
+    gamma=0.95,
+    turn_coef=1.0,
+    epsilon=1e-6,
+    norm_adv_by_std_in_grpo=True,
+    singleton="raw",
+) -> Pair:
+    """GiGPO, arXiv 2505.10978: A_ik = A^E_i + turn_coef·A^S_ik on the tokens of turn k.
+
+    A^E_i is GRPO's advantage of the episode, by its R_i. A^S_ik is GRPO's advantage of the turn, by its return
+    Σ_{l≥k} gamma^(l−k)·r_il, among all turns of the group that began in the same state, whatever their number; 0 for a
+    turn that is alone in its state. anchor_states (B, T): on the tokens of a turn, the id of that state; turn_numbers
+    (B, T): the turn of each token, by default a run of valid ones."""
+    turns = _turns(token_level_rewards, response_mask, index, turn_numbers)
+    returns = turns.rewards.clone()
+    for k in reversed(range(returns.shape[1] - 1)):
+        returns[:, k] += gamma * returns[:, k + 1]
+    row, _ = turns.exists.nonzero(as_tuple=True)  # of each turn
+    state = _pairs(turns.group[row], anchor_states.cpu()[turns.alive][turns.starts].long())
+    step = _among(state, returns[turns.exists], epsilon, norm_adv_by_std_in_grpo)
+    episode = _among(turns.group, turns.scores, epsilon, norm_adv_by_std_in_grpo, singleton)
+    return turns.spread(episode[row] + turn_coef * step)
+
+
+def compute_mt_grpo_advantage(
+    token_level_rewards,
+    response_mask,
+    index,
+    turn_numbers=None,
+    turn_coef=1.0,
+    epsilon=1e-6,
+    norm_adv_by_std_in_grpo=True,
+    singleton="raw",
+) -> Pair:
+    """Turn-level GRPO (MT-GRPO), arXiv 2505.11821: A_ik = A^O_i + turn_coef·A^T_ik; in the last turn A^O_i alone.
+
+    The reward of the last turn is the outcome; A^O_i is GRPO's advantage by it. A^T_ik is GRPO's advantage of r_ik
+    among the kth turns of the group; 0 if there is no other. The paper's episodes all have the same number of turns.
+    Here one that ends with its kth turn takes part there with a turn reward of 0, as an episode without a call does in
+    the paper. turn_numbers (B, T): the turn of each token, by default a run of valid ones."""
+    turns = _turns(token_level_rewards, response_mask, index, turn_numbers)
+    row, number = turns.exists.nonzero(as_tuple=True)  # of each turn
+    rewards = turns.rewards[turns.exists]
+    last = number == turns.exists.sum(1)[row] - 1
+    turn = _among(_pairs(turns.group[row], number), rewards.masked_fill(last, 0), epsilon, norm_adv_by_std_in_grpo)
+    outcome = _among(turns.group, rewards[last], epsilon, norm_adv_by_std_in_grpo, singleton)
+    return turns.spread(outcome[row] + turn_coef * turn.masked_fill(last, 0))

@@ -1,0 +1,188 @@
+"""The training samples that a run keeps (--save-rollouts): rollouts/step_000012-rank_0.parquet, one row a response.
+
+    datasets.load_dataset("parquet", data_files="runs/NAME/rollouts/*.parquet")
+
+A rank keeps rows that it trained on, so nothing is gathered. A thread writes them while training goes on, under another
+name until the file is whole.
+"""
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from lib import InputError
+from lib.cli.secrets import private
+from lib.columns import COLUMNS
+from lib.data_proto import DataProto
+from lib.distributed import World
+from lib.log.disk import free_space
+from lib.log.prompt_images import keep_images, row_hashes
+from lib.log.tracking import prompt_texts, turns_of
+
+
+def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -> list[int]:
+    """The rows that this rank keeps, group by group: its share of `wanted` groups, those of its lowest prompt numbers.
+
+    Rank r of R keeps ceil((wanted - r) / R) groups, or as many as it has. A uid is step-number (lib/rollout/stream.py).
+    """
+    groups = defaultdict(list)
+    for row, uid in enumerate(uids):
+        groups[uid].append(row)
+    share = len(groups) if wanted == "all" else max(0, -((world.rank - wanted) // world.size))
+    first = sorted(groups, key=lambda uid: [int(number) for number in uid.split("-")])[:share]
+    return [row for uid in first for row in groups[uid]]
+
+
+def taken_out(batch: DataProto, rows: list[int]) -> DataProto:
+    """A copy of these rows on the CPU, with the columns that are saved."""
+    saved = [name for name, column in COLUMNS.items() if column.saved]
+    return batch.select([name for name in saved if name in batch.batch], saved, ())[rows].to("cpu")
+
+
+def rollout_file(run_folder: Path, step: int, rank: int) -> Path:
+    return run_folder / "rollouts" / f"step_{step:06d}-rank_{rank}.parquet"
+
+
+def rollout_files(run_folder: Path, after: int) -> list[Path]:
+    """The files of steps later than `after`, of any number of ranks."""
+    files = sorted((run_folder / "rollouts").glob("step_*-rank_*.parquet"))
+    return [file for file in files if int(file.name.removeprefix("step_").partition("-")[0]) > after]
+
+
+def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes the rows of a trained batch on the CPU. Raises InputError if the file cannot be written.
+
+    - step, group (the uid), sample (its number in the group, from 0)
+    - row_hash of the row of the data, images (names of files in images/): lib/log/prompt_images.py
+    - prompt (the messages' text), response (with special tokens), ground_truth (JSON if it is not a string)
+    - tokens (the text of each response token: `token_texts`)
+    - columns of the batch that lib/columns.py copies: masks, log-probs, entropy, advantages, values, weight_versions
+    - ratio of log_probs to old_log_probs, the log ratio clamped to ±20 as in the losses; 1 without old_log_probs
+    - score, null for a row without one; rewards, a JSON object of all that the scorers gave besides
+    - turns of an episode: by, text, tokens, reward; tool_errors: a line for each error of its tools;
+      tool_rewards: turn, tool and reward of each call of a tool that it has
+
+    Lists have a value for each response token (prompt_ids: for each prompt token). A column that was not computed is
+    null.
+    """
+    import pyarrow.parquet  # its import takes 0.4 s, which the start of a run can do without
+
+    aside = file.with_suffix(".tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)  # a disk of this node alone does, too
+        table = rollouts_table(step, batch, tokenizer)
+        images = pyarrow.array(keep_images(file.parent.parent, batch), pyarrow.list_(pyarrow.string()))
+        pyarrow.parquet.write_table(table.append_column("images", images), private(aside), compression="zstd")
+        aside.replace(file)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        advice = f"({free_space(file)}); make room, or give --save-rollouts 0"
+        raise InputError(f"{file}: the step's samples could not be written: {error} {advice}") from error
+
+
+def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase):
+    """The pyarrow.Table that `write_rollouts` writes. Its schema is always the same."""
+    import pyarrow as pa
+
+    t, columns, B = dict(batch.batch.items()), batch.non_tensor_batch, len(batch)
+    P = t["prompts"].shape[1]
+    in_prompt, in_response = t["attention_mask"].bool().split([P, t["responses"].shape[1]], 1)
+    if "log_probs" in t:
+        t["ratio"] = (t["log_probs"] - t.get("old_log_probs", t["log_probs"])).clamp(-20, 20).exp()
+
+    def copied(key: str, width: str, type: pa.DataType) -> pa.Array:
+        if key in columns:
+            return texts(columns[key]) if type == pa.string() else pa.array(columns[key].tolist(), type)
+        if key not in t:
+            return pa.nulls(B, type if width == "B" else pa.list_(type))
+        values = t[key].float() if t[key].is_floating_point() else t[key]  # numpy has no bfloat16
+        if width == "B":
+            return pa.array(values.numpy()).cast(type)
+        where = in_prompt if width == "P" else in_response
+        ends = [0, *where.sum(1).cumsum(0).tolist()]
+        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values[where].numpy()).cast(type))
+
+    def texts(values: Iterable[Any]) -> pa.Array:
+        return pa.array([None if value is None else _utf8(value) for value in values], pa.string())
+
+    ids = [row[where].tolist() for row, where in zip(t["responses"], in_response)]
+    responses, tokens = zip(*token_texts(tokenizer, ids))
+    in_group: dict = defaultdict(itertools.count)
+    truths = [row["ground_truth"] for row in columns["reward_model"]]
+    scored, scores = t["response_mask"].any(1).tolist(), t["token_level_scores"].sum(1).tolist()
+    turns: list = [None] * B
+    if "turn_rewards" in t:
+        rows = zip(t["responses"], t["response_mask"], t["turn_rewards"], in_response)
+        turns = [turns_of(ids[own], mask[own], rewards[own], tokenizer) for ids, mask, rewards, own in rows]
+    call = pa.struct({"turn": pa.int32(), "tool": pa.string(), "reward": pa.float64()}.items())
+    turn = {"by": pa.string(), "text": pa.string(), "tokens": pa.int32(), "reward": pa.float64()}
+    table: dict[str, pa.Array] = {
+        "step": pa.array([step] * B, pa.int32()),
+        "group": texts(columns["uid"]),
+        "sample": pa.array([next(in_group[uid]) for uid in columns["uid"]], pa.int32()),
+        "row_hash": texts(row_hashes(batch)),
+        "prompt": texts(prompt_texts(batch, tokenizer)),
+        "response": texts(responses),
+        "ground_truth": texts(x if x is None or isinstance(x, str) else _json(x) for x in truths),
+        "tokens": pa.array(tokens, pa.list_(pa.string())),
+        "ratio": copied("ratio", "T", pa.float32()),
+        "score": pa.array([score if known else None for score, known in zip(scores, scored)], pa.float64()),
+        "rewards": texts(map(_json, columns["reward_extra_info"])),
+        "turns": pa.array(turns, pa.list_(pa.struct(list(turn.items())))),
+        "tool_errors": pa.array([*columns.get("tool_errors", [None] * B)], pa.list_(pa.string())),
+        "tool_rewards": pa.array([*columns.get("tool_rewards", [None] * B)], pa.list_(call)),
+    }
+    for key, column in COLUMNS.items():
+        name, type = column.copied
+        if type:
+            table[name] = copied(key, column.width, pa.type_for_alias(type))
+    return pa.table(table)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _utf8(text: str) -> str:
+    """The text; half a surrogate pair, which JSON can hold and UTF-8 cannot, is written as \\udc80."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
+
+
+# ---- the text of each token ----------------------------------------------------------------------
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> list[tuple[str, list[str]]]:
+    """For each row of token ids: (its text, with special tokens; the text of each token), which make up the row's. A
+    character of several tokens stands at its last token."""
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    alone, results = {token: decode([token]) for token in {token for ids in rows for token in ids}}, []
+    for ids in rows:
+        text, texts = decode(ids), [alone[token] for token in ids]
+        if "".join(texts) != text:  # a character of several tokens, or a token whose text depends on those before it
+            texts = _in_context(decode, ids, text)
+        results.append((text, texts))
+    return results
+
+
+def _in_context(decode, ids: list[int], text: str) -> list[str]:
+    """What each token adds to the text of the tokens before it, where that is how `text` goes on; else "", and a later
+    token adds it too. Decodes few tokens at a time, from the start of the piece before."""
+    texts, done, start, end = [], 0, 0, 0  # text[:done] stands in texts; ids[start:end] is the piece before
+    for i in range(len(ids)):
+        before, now = decode(ids[start:end]), decode(ids[start : i + 1])
+        added = now[len(before) :] if now.startswith(before) else ""
+        added = added if text.startswith(added, done) else ""
+        if i == len(ids) - 1:
+            added = text[done:]
+        texts.append(added)
+        if added:
+            done, start, end = done + len(added), end, i + 1
+    return texts

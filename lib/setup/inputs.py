@@ -1,0 +1,167 @@
+"""Tokenizer, data, tools and scorers, checked against each other before a model loads."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+from lib import InputError, is_first_on_node
+from lib import model as models
+from lib.args import DataArgs, ModelArgs, ScriptArgs, check_read
+from lib.args.groups import columns_of
+from lib.cli.flags import parse_json, with_line_breaks
+from lib.cli.process import accept_sandbox
+from lib.data import (
+    PromptDataset,
+    RLHFDataset,
+    check_template_kwargs,
+    end_of_turn,
+    load_dataset_class,
+    local_copy,
+    set_chat_template,
+    shown_tools,
+)
+from lib.data.vision import Vision
+from lib.reward.scorers import Scorer, check_keywords, load_scorers
+from lib.rollout import check_capabilities, check_engine_import
+from lib.run.goals import check_names
+
+if TYPE_CHECKING:
+    from agent.multi_turn import MultiTurn
+
+
+@dataclass
+class Inputs:
+    """What is loaded before the models. train_data is None, and val_data empty, if the run does not need it."""
+
+    tokenizer: PreTrainedTokenizerBase
+    vision: Vision | None  # None: a text model
+    multi_turn: "MultiTurn | None"
+    train_data: PromptDataset | None
+    val_data: list[PromptDataset]  # one for each of ValidationArgs.sets
+    scorers: list[Scorer]
+    val_scorers: list[Scorer]  # empty: those of training
+    shadow_scorers: list[Scorer]
+
+    @property
+    def processor(self) -> PreTrainedTokenizerBase | ProcessorMixin:
+        """What is saved beside the model: its processor, of a text model the tokenizer."""
+        return self.tokenizer if self.vision is None else self.vision.processor
+
+
+def load_inputs(args: ScriptArgs) -> Inputs:
+    """Loads tokenizer, tools, data and scorers, and checks them against each other. Sets total_steps from total_epochs,
+    if that is given. Raises InputError."""
+    model, data, reward, validation = args.model, args.data, args.reward, args.validation
+    trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    vllm_kwargs = parse_json("vllm_kwargs", args.rollout.vllm_kwargs)
+    engine = args.rollout.engine
+    known = args.rollout.auto_engine or args.rollout.rollout_gpus  # that it imports; only engine ranks need vLLM
+    if not args.run.replay and (vllm_kwargs or not known):
+        check_engine_import(engine, vllm_kwargs)
+    for path in (model.model, args.critic_model, reward.reward_model):
+        local_copy(path or "", weights=False)  # here, as one rank alone estimates the memory of a step
+    for flag, path in {"--model": model.model, "--critic-model": args.critic_model}.items():
+        if path:
+            models.check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
+            models.check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
+    if model.routing_replay != "none":
+        models.check_routing_replay(model.model, **trust)
+    accept_sandbox(reward.sandbox_level)
+    tokenizer = models.load_tokenizer(model.model, **trust)
+    set_chat_template(tokenizer, data.chat_template)
+    vision = load_vision(model, data)
+    check_read(args, vision=vision is not None)
+    episodes = args.multi_turn.enabled or bool(args.rollout.agent)
+    if not args.run.replay:
+        check_capabilities(engine, vision is not None, episodes, model.routing_replay == "R3")
+    template, multi_turn = parse_json("chat_template_kwargs", data.chat_template_kwargs), None
+    if args.rollout.agent and vision is not None:
+        raise InputError(f"--agent takes text only, and --model {model.model} reads images: take a text model")
+    if not data.dataset_class:  # your own class may read others
+        check_template_kwargs(tokenizer, template)
+    if not tokenizer.chat_template and (episodes or vision is not None):
+        what = "turns" if episodes else "images"
+        raise InputError(f"--model {model.model}: {what} need a chat template; give one with --chat-template FILE")
+    if episodes:
+        from agent import load_agent, load_multi_turn  # 0.1 s, which other runs do not need
+
+        agent = load_agent(args.rollout, args.multi_turn.parser) if args.rollout.agent else None
+        multi_turn = load_multi_turn(args.multi_turn, tokenizer, template, data.max_prompt_length, vision, agent)
+        template = template | {"tools": multi_turn.schemas or None}
+    load = partial(
+        load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
+        tokenizer=tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        chat_template_kwargs=template,
+        allow_special_tokens=data.allow_special_tokens,
+    )
+    form = {"columns": columns_of(data.columns), "prompt_template": with_line_breaks(data.prompt_template)}
+    form["system_prompt"] = data.system_prompt
+    load = partial(load, **{name: value for name, value in form.items() if name in args.given})
+    if vision is not None:  # your own class need not know of what a run does not use
+        load = partial(load, vision=vision)
+    limits = (data.max_train_samples, validation.max_val_samples)
+    load_train, load_val = (partial(load, max_samples=n) if n else load for n in limits)
+    train_data = None if validation.val_only else load_train(list(data.train_files))
+    val_data = [load_val(list(val_set.files)) for val_set in validation.sets()] if validation.enabled else []
+    trained, validated = [train_data] if train_data is not None else [], val_data
+    if args.run.keep_best or args.run.stop_when:  # a data set of your own need not know its data sources
+        sets = zip(validation.sets(), val_data)
+        check_names(args.run, {source: n.samples for n, rows in sets for source in getattr(rows, "data_sources", ())})
+    seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
+    if reward.reward_model and seen:
+        raise InputError(f"{seen} has images: --reward-model reads text only")
+    kwargs = parse_json("reward_kwargs", reward.reward_kwargs)
+    scored = trained if validation.val_reward else [*trained, *validated]
+    scorers = load_scorers(reward.reward, scored, kwargs, reward.reward_weights)
+    val_scorers = load_scorers(validation.val_reward, validated, kwargs)
+    shadow_scorers = load_scorers(reward.shadow_reward, [*trained, *validated], kwargs)
+    check_keywords([*scorers, *val_scorers, *shadow_scorers], kwargs)
+    if args.run.total_epochs is not None and train_data is not None:
+        if data.train_weights:
+            raise InputError(
+                "--total-epochs with --train-weights: each source has epochs of its own: use --total-steps"
+            )
+        args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
+        args.run.check_profile_steps()
+    exact = vision is None and not data.dataset_class and data.filter_overlong_prompts
+    if exact and tokenizer.chat_template:
+        check_template(tokenizer, template, trained + validated)
+    return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers, shadow_scorers)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, kwargs: dict, data: list[PromptDataset]) -> None:
+    """Raises InputError if the first prompt's tokens are not the chat template's: two BOS tokens, no generation prompt.
+    Says so if no special token ends the assistant's turn in it."""
+    kwargs, tools = {"add_generation_prompt": True} | kwargs, kwargs.get("tools") or []
+    for row in (rows[0] for rows in data):
+        kwargs |= {"tools": shown_tools(tools, row["extra_info"]) or None}
+        wanted = tokenizer.apply_chat_template(row["raw_prompt"], **kwargs, return_dict=True)["input_ids"]
+        if row["raw_prompt_ids"] != wanted:
+            got = tokenizer.decode(row["raw_prompt_ids"])
+            raise InputError(f"the prompt {got!r} is not what its chat template gives: {tokenizer.decode(wanted)!r}")
+    if end_of_turn(tokenizer) is None and is_first_on_node():
+        name = tokenizer.name_or_path
+        print(f"note: {name}: no special token ends a turn in its chat template: is it this model's?", flush=True)
+
+
+def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
+    """How the images of prompts become inputs of --model; None for a text model. Raises InputError."""
+    trust = model.trust_remote_code
+    if (processor := models.load_processor(model.model, trust_remote_code=trust)) is None:
+        return None
+    set_chat_template(processor, data.chat_template)  # it is saved with the model
+    return Vision(
+        processor,
+        AutoConfig.from_pretrained(local_copy(model.model, weights=False), trust_remote_code=trust),
+        max_pixels=data.max_pixels,
+        min_pixels=data.min_pixels,
+        max_images=data.max_images,
+        video_fps=data.video_fps,
+        max_frames=data.max_frames,
+    )

@@ -1,0 +1,78 @@
+"""What a run says before it starts, and its check that the flags fit the GPU. Only --dry-run and a GPU's check load the
+planner (planner/estimate.py and what it imports)."""
+
+from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
+from lib.distributed import World, advise_out_of_memory, on_first_rank, total_memory
+from lib.setup import Inputs
+
+NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
+
+
+def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> str:
+    """The model, the data and the sizes of a step; with --dry-run also the memory and FLOPs that a step needs."""
+
+    def shown(paths: tuple[str, ...]) -> str:
+        return ", ".join(path.removeprefix(f"{ROOT}/") for path in paths)
+
+    def rows_of(dataset, files: tuple[str, ...]) -> str:
+        counts = dict(getattr(dataset, "dropped", {}))
+        if escaped := getattr(dataset, "escaped", 0):
+            counts["special_tokens_as_text"] = escaped
+        if incomplete := getattr(dataset, "incomplete", 0):
+            counts["without a message that the chat template leaves out"] = incomplete
+        return f"{len(dataset)} ({', '.join(f'{name} {n}' for name, n in counts.items())}) from {shown(files)}"
+
+    train_data, val_sets = inputs.train_data, list(zip(args.validation.sets(), inputs.val_data))
+    ranks = f"on {training_ranks(args)} rank(s) of {world.device.type}"
+    if args.rollout.rollout_gpus:
+        servers = args.rollout.rollout_gpus // args.rollout.rollout_tensor_parallel_size
+        ranks += f" (and {servers} vLLM server(s) on {args.rollout.rollout_gpus} more)"
+    lines = [f"model: {shown((args.model.model,))}"]
+    if train_data is not None:
+        lines += [f"training prompts: {rows_of(train_data, args.data.train_files)}"]
+    lines += [f"no effect here: {'; '.join(args.no_effect)}"] * bool(args.no_effect)
+    lines += [f"validation prompts: {rows_of(data, val_set.files)}" for val_set, data in val_sets]
+    lines += ["validation prompts: none"] * (not val_sets)
+    for dataset in (train_data, *inputs.val_data):
+        if row := getattr(dataset, "without_tools_kwargs", None):
+            lines += [f"note: {row}: need_tools_kwargs is true, and there are no tools_kwargs"]
+    if train_data is None:  # --val-only
+        sampled = [(len(data), val_set.samples) for val_set, data in val_sets]
+        of_sets = " + ".join(f"{rows} x {n}" for rows, n in sampled)
+        return "\n".join([*lines, f"{of_sets} = {sum(rows * n for rows, n in sampled)} responses {ranks}"])
+    responses, total_steps = args.prompts_per_step * args.group_size, args.run.total_steps
+    lines += [
+        f"{args.prompts_per_step} prompts x {args.group_size} = {responses} responses a step {ranks}, "
+        f"{sizes.updates_per_step} update(s) of {responses // args.num_mini_batches} rows; {total_steps} steps = "
+        f"{total_steps * args.prompts_per_step / len(train_data):.2f} epochs",
+    ]
+    if args.lr == 0:
+        lines += ["note: --lr 0 leaves the policy as it is"]
+    if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
+        lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
+    if args.run.dry_run:
+        from planner.estimate import (
+            describe_dry_run,  # the planner, with private modules of torch, which training needs not
+        )
+
+        lines += [describe_dry_run(args, sizes, inputs)]
+    return "\n".join(lines)
+
+
+def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
+    """On a GPU, before a model loads: raises InputError if the estimate of the flags does not fit. A collective.
+    Skipped with --no-memory-check, a .gguf model and tensor parallelism, which the estimate does not know."""
+
+    def advice(stage: str) -> str:
+        from planner.estimate import memory_advice
+
+        return memory_advice(args, world.size, stage)
+
+    advise_out_of_memory(advice)
+    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
+    if world.device.type == "cpu" or unknown or not args.run.memory_check or args.validation.val_only:
+        return
+    from planner.estimate import refuse_what_does_not_fit
+
+    gpu = total_memory(world.device)
+    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))

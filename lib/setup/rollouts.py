@@ -1,0 +1,131 @@
+"""Engine, rollouts, rewards and validation."""
+
+import math
+from functools import partial
+
+import torch
+
+from lib import model as models
+from lib.args import ScriptArgs, Sizes, engine_rows
+from lib.cli.flags import parse_json
+from lib.data import (
+    make_loader,
+)
+from lib.distributed import (
+    make_mesh,
+    shard_model,
+)
+from lib.model import Policy
+from lib.reward.manager import RewardManager
+from lib.reward.scorers import Scorer
+from lib.reward.scores import RewardModel, Rewards
+from lib.rollout import Rollouts, make_engine
+from lib.run import Run, Validation
+from lib.setup.factory import ModelFactory, use_cores
+from lib.setup.inputs import Inputs
+
+
+def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
+    """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
+    rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
+    own, limits = None, [val_set.max_response_length or 0 for val_set in args.validation.sets()]
+    longest = max(rollout.max_response_length, *limits) if args.validation.enabled else rollout.max_response_length
+    row = data.max_prompt_length + longest
+    if rollout.rollout_gpus and not run.recorder.replays:
+        from lib.rollout.managed_servers import ManagedServers
+
+        servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
+        own = ManagedServers(servers, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
+    vllm_kwargs = parse_json("vllm_kwargs", rollout.vllm_kwargs)
+    if args.model.routing_replay == "R3" and rollout.starts_vllm:
+        vllm_kwargs["enable_return_routed_experts"] = True
+    engine = make_engine(
+        "hf" if run.recorder.replays else rollout.engine,
+        actor.module,
+        inputs.tokenizer,
+        processor=inputs.vision and inputs.vision.processor,
+        max_images=data.max_images,
+        folder=run.folder / "engine",
+        max_length=min(args.multi_turn.context_window or row, row),
+        dtype=dtype,
+        gpu_memory=rollout.gpu_share,
+        ranks=rollout.rollout_tensor_parallel_size,
+        rows=engine_rows(args, world.size),
+        vllm_kwargs=vllm_kwargs,
+        returns_routes=args.model.routing_replay == "R3",
+        lora_sync=rollout.lora_sync,
+        own=own,
+    )
+    use_cores(args.shard, world.device)
+    sampler = engine
+    if inputs.multi_turn is not None:
+        from agent import make_episodes
+
+        sampler = make_episodes(engine, inputs.multi_turn)
+    loader = None
+    if inputs.train_data is not None:
+        loader = make_loader(
+            inputs.train_data,
+            args.prompts_per_step,
+            rank=world.rank,
+            world_size=world.size,
+            seed=args.run.seed,
+            shuffle=data.shuffle,
+            num_workers=data.loader_workers,
+            sampling=data.prompt_sampling,
+            skip_after=data.prompt_skip_after,
+            share=data.prompt_share,
+            weights=data.train_weights,
+        )
+    return Rollouts(
+        engine,
+        sampler,
+        loader,
+        actor.forward.sampling,
+        world=world,
+        sizes=sizes,
+        seed=args.run.seed,
+        steps=range(run.step + 1, args.run.total_steps + 1),
+        async_level=rollout.async_level,
+        async_order=rollout.async_order,
+        # nats; bf16 engines differ by 0.03. For a quantized one the limit is that of the mismatch
+        sync_tolerance=math.inf if rollout.quantization else 1e-3 if dtype == torch.float32 else 0.25,
+        max_mismatch=rollout.mismatch_limit,
+        recorder=run.recorder,
+    )
+
+
+def make_rewards_and_validation(
+    args: ScriptArgs, factory: ModelFactory, inputs: Inputs, rollouts: Rollouts, run: Run
+) -> tuple[Rewards, Validation]:
+    """The rewards of training, and the validation, which uses the same scorers unless --val-reward names others."""
+    reward, reward_model = args.reward, None
+    if reward.reward_model:
+        reward_model = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
+    if reward_model is not None and (args.validation.enabled or not run.recorder.replays):
+        dtype, trust = factory.forward.compute_dtype, {"trust_remote_code": factory.model.trust_remote_code}
+        module, tokenizer = models.load_reward_model(reward.reward_model, dtype=dtype, on_meta=True, **trust)
+        mesh = make_mesh(factory.world, factory.shard.dp_replicate_size)  # each rank runs its own rows
+        offload = "reward_model" in factory.shard.cpu_offload
+        reward_model.module, reward_model.tokenizer = shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
+
+    make_manager = partial(
+        RewardManager,
+        tokenizer=inputs.tokenizer,
+        workers=reward.reward_workers,
+        timeout_s=reward.reward_timeout,
+        memory_mb=reward.reward_memory,
+        seed=args.run.seed,
+        log=run.tracker.run_dir / f"scorers-{run.world.rank}.log",
+    )
+    # without the recorder: in a replay, shadow scorers score the recorded responses anew
+    shadow = make_manager(inputs.shadow_scorers) if inputs.shadow_scorers else None
+
+    def scored_by(scorers: list[Scorer]) -> Rewards:
+        manager = make_manager(scorers, failure_score=reward.reward_failure_score, recorder=run.recorder)
+        return Rewards(manager, reward_model, args.multi_turn.reward_coef, shadow)
+
+    rewards = scored_by(inputs.scorers)
+    val_rewards = scored_by(inputs.val_scorers) if inputs.val_scorers else rewards
+    sets = list(zip(args.validation.sets(), inputs.val_data))
+    return rewards, Validation(args.validation, sets, rollouts, val_rewards, rollouts.sizes, run.tracker)

@@ -1,0 +1,56 @@
+"""A rank joins its job."""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lib import InputError
+from lib.args import ScriptArgs
+from lib.cli.flags import check_flags
+from lib.distributed import (
+    World,
+    accelerator,
+    has_flash_attention,
+    init_distributed,
+)
+from lib.run.run_config import describe_start
+from lib.seeds import set_seed
+from lib.setup.factory import choose_engine
+
+
+def join(args: ScriptArgs) -> World:
+    """Joins the job (init_distributed), whose ranks must have the same flags, code and files. An engine rank of
+    --rollout-gpus does not come back: it runs its vLLM server until the job is over."""
+    set_seed(args.run.seed)  # the same on all ranks: a dataset class may draw which rows it keeps
+    rollout, device = args.rollout, accelerator() or torch.device("cpu")
+    if rollout.batch_invariant and not args.run.dry_run:
+        use_batch_invariant_kernels(device)
+    why = choose_engine(args, device) if rollout.rollout_engine == "auto" else ""
+    engine_ranks = 0 if args.run.dry_run else rollout.rollout_gpus
+    describe = partial(describe_start, args, Path(sys.argv[0]))
+    world = init_distributed(args.run.stage_timeout, rollout.rollout_engine, engine_ranks, describe)
+    if why:
+        if world.rank == 0:
+            print(f"--rollout-engine auto: {rollout.engine}, {why}", flush=True)
+        check_flags(args)  # with this engine
+    if world.rank >= world.size:
+        from lib.rollout.managed_servers import serve
+
+        serve(world, rollout.rollout_tensor_parallel_size)
+    return world
+
+
+def use_batch_invariant_kernels(device: torch.device) -> None:
+    """For vLLM in this process and in those that it starts, and for what torch compiles. Call it before vLLM is
+    imported. Raises InputError if vLLM has none for the device."""
+    if not has_flash_attention(device, torch.bfloat16):  # they need the same GPUs
+        why = "vLLM has batch-invariant kernels for GPUs from compute capability 8.0 on, and ignores it on a CPU"
+        raise InputError(f"--batch-invariant: {why}: drop the flag (docs/mismatch.md has what holds on a CPU)")
+    from torch._inductor import config as inductor
+
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    if hasattr(inductor, "batch_invariant"):  # torch 2.11 has none
+        inductor.batch_invariant = True

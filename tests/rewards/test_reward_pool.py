@@ -1,0 +1,1577 @@
+"""lib/reward/pool.py and the RewardManager that uses it, with real processes and scorers that misbehave on purpose."""
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from lib import InputError
+from lib.data_proto import DataProto
+from lib.distributed import Sum, reduce_metrics
+from lib.log import extra_metrics
+from lib.model import load_tokenizer
+from lib.reward import pool
+from lib.reward.manager import RewardManager
+from lib.reward.scorers import check_keywords, load_scorers
+from lib.reward.scores import Rewards, correlation, reward_components
+from lib.sandbox import printed
+from tests.common import TOY_MODEL, is_alive, run_ranks
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 0.4  # of the hostile scorers; the others take well under a millisecond
+TOKENIZER = load_tokenizer(TOY_MODEL)
+
+
+def batch_of(texts: list[str | None], data_sources: list[str] | None = None, **extra_info) -> DataProto:
+    """None is an aborted response: tokens, but none that is trained."""
+    ids = [[*TOKENIZER.encode("9" if text is None else text), TOKENIZER.eos_token_id] for text in texts]
+    T = max(map(len, ids)) + 1
+    mask = torch.tensor([[1] * len(row) + [0] * (T - len(row)) for row in ids])
+    tensors = {
+        "responses": torch.tensor([row + [0] * (T - len(row)) for row in ids]),
+        "attention_mask": torch.cat([torch.ones(len(ids), 3).long(), mask], 1),
+        "response_mask": mask * torch.tensor([text is not None for text in texts])[:, None],
+    }
+    rows = {
+        "data_source": data_sources or ["calm"] * len(ids),
+        "reward_model": [{"ground_truth": "7"}] * len(ids),
+        "extra_info": [{"row": i, **extra_info} for i in range(len(ids))],
+    }
+    return DataProto.from_dict(tensors, rows)
+
+
+def counts(timeout=0, crash=0, error=0, dropped_key=0) -> dict[str, Sum]:
+    return {f"reward/{kind}_count": Sum(count) for kind, count in locals().items()}
+
+
+def untimed(metrics: dict) -> dict:
+    return {key: metric for key, metric in metrics.items() if not key.startswith("perf/")}
+
+
+def wait_until_gone(pids, seconds=20.0) -> set[int]:
+    """The processes that are still there in the end; a zombie is gone."""
+    deadline = time.monotonic() + seconds
+    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.fixture
+def manager_of(tmp_path):
+    """manager_of(source, *functions, ...) of a scorer file with this source; closed after the test."""
+    managers = []
+
+    def make(
+        source: str, *functions: str, scorer_kwargs=None, weights=(), workers=2, failure_score=0.0, **settings
+    ) -> RewardManager:
+        file = tmp_path / "mine.py"
+        file.write_text(source)
+        scorers = load_scorers([f"{file}:{name}" for name in functions or ["score"]], [], scorer_kwargs, weights)
+        settings |= {"workers": workers, "failure_score": failure_score}
+        managers.append(RewardManager(scorers, TOKENIZER, **settings))
+        return managers[-1]
+
+    yield make
+    for manager in managers:
+        pids = processes_of(manager)
+        manager.close()
+        assert not wait_until_gone(pids)
+
+
+def processes_of(manager: RewardManager) -> list[int]:
+    if manager._pool is None or not psutil.pid_exists(manager._pool._process.pid):
+        return []
+    supervisor = psutil.Process(manager._pool._process.pid)
+    return [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
+
+
+# ---- hostile scorers -------------------------------------------------------------------------------
+
+HOSTILE = """
+import ctypes, fractions, os, re, signal, subprocess, sys, threading, time, zlib
+
+here = os.path.dirname(__file__)
+
+def leave_pid(pid):
+    with open(os.path.join(here, "child.pid"), "w") as file:
+        file.write(str(pid))
+
+def hang():
+    time.sleep(100)
+
+def hang_ignoring_signals():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        pass
+
+def hang_catching_everything():
+    while True:
+        try:
+            time.sleep(100)
+        except BaseException:
+            pass
+
+def hang_in_c():
+    re.match("(a+)+$", "a" * 50 + "b")  # holds the GIL
+
+def stop_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def print_endlessly():
+    while True:
+        print("x" * 10000)
+        os.write(2, b"y" * 10000)
+
+def wait_for_input():
+    threading.Event().wait()
+
+def exit_at_once():
+    os._exit(3)
+
+def exit_as_if_well():
+    os._exit(0)
+
+def segfault():
+    ctypes.string_at(0)
+
+def abort():
+    os.abort()
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def kill_its_group():
+    os.killpg(0, signal.SIGKILL)
+
+def close_all_files():
+    os.closerange(0, 1000)
+
+def sys_exit():
+    sys.exit(0)
+
+def interrupt():
+    raise KeyboardInterrupt
+
+def raise_base():
+    class Odd(BaseException):
+        pass
+    raise Odd("odd")
+
+def raise_error():
+    raise ValueError("on purpose")
+
+def raise_huge_error():
+    raise ValueError("x" * 10**6)
+
+def recurse():
+    recurse()
+
+def take_memory():
+    hoard = []
+    while True:
+        hoard.append(bytearray(2**20))
+
+def take_memory_at_once():
+    return bytearray(2**40)
+
+def give_nan():
+    return float("nan")
+
+def give_1e38():
+    return 1e38
+
+
+def give_inf():
+    return {"score": -float("inf")}
+
+def give_none():
+    return None
+
+def give_text():
+    return "1.0"
+
+def give_list():
+    return [1.0]
+
+def give_no_score():
+    return {"acc": 1.0}
+
+def give_lock():
+    return {"score": 1.0, "lock": threading.Lock()}
+
+def give_module():
+    return sys
+
+def give_fraction():
+    return fractions.Fraction(1, 3)
+
+def give_huge_number():
+    return 10**400
+
+def give_more_than_float32():
+    return 1e300
+
+def give_huge_text():
+    return {"score": 1.0, "pred": "x" * 2**22}
+
+def give_odd_object():
+    class Odd:
+        def tolist(self):
+            raise RuntimeError("no list")
+    return {"score": 1.0, "pred": Odd()}
+
+def give_itself():
+    result = {"score": 1.0}
+    result["me"] = result
+    return result
+
+def write_everywhere(data):
+    for fd in range(256):
+        try:
+            os.write(fd, data)
+        except OSError:
+            pass
+
+def write_a_byte():
+    write_everywhere(b"x")
+    return 1.0
+
+def write_a_zero():
+    write_everywhere(bytes(1))
+    return 1.0
+
+def write_a_byte_and_hang():
+    write_everywhere(bytes(3))
+    hang()
+
+def write_half_a_frame():
+    write_everywhere((1000).to_bytes(8, "big") + b"abcd" + b"[")
+    hang()
+
+def write_a_huge_frame():
+    write_everywhere((2**62).to_bytes(8, "big") + b"abcd")
+    hang()
+
+def write_another_checksum():
+    write_everywhere((4).to_bytes(8, "big") + b"abcd" + b"abcd")
+    hang()
+
+def write_an_answer_of_another():
+    answer = bytes(7) + b"x" + b'+[["ok", {"score": 9.0}]]'
+    write_everywhere(len(answer).to_bytes(8, "big") + zlib.crc32(answer).to_bytes(4, "big") + answer)
+    hang()
+
+def read_everything():
+    for fd in range(3, 256):
+        try:
+            os.set_blocking(fd, False)
+            os.read(fd, 10**6)
+        except OSError:
+            pass
+    return 0.5
+
+def leave_child_and_hang():
+    leave_pid(subprocess.Popen(["sleep", "1000"]).pid)
+    hang()
+
+def leave_daemon_and_crash():
+    leave_pid(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    os._exit(1)
+
+def fork_and_hang_twice():
+    pid = os.fork()
+    if pid:
+        leave_pid(pid)
+    hang()
+
+def leave_child():
+    if not os.fork():
+        hang()
+    return 0.5
+
+def fork_and_return_twice():
+    os.fork()
+    return 0.5
+
+def fork_and_return_in_the_child():
+    if os.fork():
+        hang()
+    return 0.5
+
+def change_process():
+    os.chdir("/")
+    os.environ.clear()
+    os.umask(0o777)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGSEGV, signal.SIG_IGN)
+    sys.path.clear()
+    return 0.5
+
+def close_stdout():
+    sys.stdout.close()
+    os.close(1)
+    return 0.5
+
+def move_to_another_group():
+    os.setpgid(0, os.getpgid(os.getppid()))
+    return 0.5
+
+def start_thread():
+    threading.Thread(target=hang).start()
+    return 0.5
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source != "calm":
+        return globals()[data_source]()
+    return {"score": extra_info["row"] + 1, "pred": solution_str}
+"""
+
+# what misbehaves -> how it is counted, and what is shown of it
+KINDS = {
+    "hang": ("timeout", "in hang"),
+    "hang_ignoring_signals": ("timeout", "stopped after 0.4 s"),
+    "hang_catching_everything": ("timeout", "in hang_catching_everything"),
+    "hang_in_c": ("timeout", "in hang_in_c"),
+    "stop_itself": ("timeout", "stopped after 0.4 s"),
+    "print_endlessly": ("timeout", "in print_endlessly"),
+    "wait_for_input": ("timeout", "in wait_for_input"),
+    "write_a_byte": ("crash", "it sent a message of"),
+    "write_a_zero": ("crash", "it sent a message with another checksum"),
+    "write_a_byte_and_hang": ("timeout", "in write_a_byte_and_hang"),
+    "write_half_a_frame": ("timeout", "in write_half_a_frame"),
+    "write_a_huge_frame": ("crash", "it sent a message of 4611686018427387904 bytes"),
+    "write_another_checksum": ("crash", "it sent a message with another checksum"),
+    "write_an_answer_of_another": ("crash", "it sent an answer to another task"),
+    "leave_child_and_hang": ("timeout", "in leave_child_and_hang"),
+    "fork_and_hang_twice": ("timeout", "in fork_and_hang_twice"),
+    "fork_and_return_in_the_child": ("timeout", "in fork_and_return_in_the_child"),
+    "exit_at_once": ("crash", "exit code 3"),
+    "exit_as_if_well": ("crash", "exit code 0"),
+    "segfault": ("crash", "SIGSEGV"),
+    "abort": ("crash", "SIGABRT"),
+    "kill_itself": ("crash", "SIGKILL"),
+    "kill_its_group": ("crash", "SIGKILL"),
+    "close_all_files": ("crash", "the process died"),
+    "leave_daemon_and_crash": ("crash", "exit code 1"),
+    "sys_exit": ("crash", "SystemExit: 0"),
+    "interrupt": ("crash", "KeyboardInterrupt"),
+    "raise_base": ("crash", "Odd: odd"),
+    "raise_error": ("error", "ValueError: on purpose"),
+    "raise_huge_error": ("error", "xxx"),
+    "recurse": ("error", "RecursionError"),
+    "take_memory": ("error", "MemoryError"),
+    "take_memory_at_once": ("error", "MemoryError"),
+    "give_nan": ("error", "the scorer returned nan"),
+    "give_inf": ("error", "the scorer returned -inf"),
+    "give_1e38": ("error", "the scorer returned 1e+38; use numbers up to 1e+12"),
+    "give_none": ("error", "returned a NoneType as score"),
+    "give_text": ("error", "returned a str as score"),
+    "give_list": ("error", "returned a list as score"),
+    "give_no_score": ("error", "a dict without \"score\": ['acc']"),
+    "give_lock": ("error", "returned a lock besides its score"),
+    "give_module": ("error", "returned a module as score"),
+    "give_fraction": ("error", "returned a Fraction as score"),
+    "give_huge_number": ("error", "the scorer returned 10000"),
+    "give_more_than_float32": ("error", "the scorer returned 1e+300"),
+    "give_huge_text": ("error", "the limit is 1048576"),
+    "give_odd_object": ("error", "RuntimeError: no list"),
+    "give_itself": ("error", "Circular reference"),
+}
+HARMLESS = [
+    *(
+        "leave_child",
+        "fork_and_return_twice",
+        "change_process",
+        "read_everything",
+        "close_stdout",
+        "move_to_another_group",
+        "start_thread",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """One pool for all hostile scorers: each finds it healed."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "hostile.py").write_text(HOSTILE)
+    scorers = load_scorers([f"{folder / 'hostile.py'}:score"], [])
+    settings = {"timeout_s": LIMIT_S, "memory_mb": 16, "failure_score": -2.0, "log": folder / "scorers-0.log"}
+    manager = RewardManager(scorers, TOKENIZER, workers=2, **settings)
+    assert manager.submit(batch_of(["1"])).get()[2] == counts()
+    manager.folder = folder
+    yield manager
+    pids = processes_of(manager)
+    manager.close()
+    assert not wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hostile_scorer_costs_its_sample_and_no_other(kind, hostile, capfd):
+    counted, shown = KINDS[kind]
+    hostile._failures.clear()
+    here, environment = Path.cwd(), dict(os.environ)
+    batch = batch_of(["1", "2", "3", "4=4", "5", "6", "7"], ["calm", "calm", "calm", kind, "calm", "calm", "calm"])
+    scores, extras, metrics = hostile.submit(batch).get()
+    assert scores.sum(1).tolist() == [1, 2, 3, -2, 5, 6, 7]
+    assert scores[3].nonzero().tolist() == [[3]]  # "4", "=", "4", end
+    assert extras == {"pred": ["1", "2", "3", None, "5", "6", "7"]}
+    assert metrics == counts(**{counted: 1})
+    out, err = capfd.readouterr()
+    assert f"reward: {counted} in scorer hostile.score, data_source {kind!r}, response '4=4'" in out
+    assert shown in out and len(out) < 6000 and not err
+    assert (kind == "print_endlessly") == ("scorer hostile.score: xxxx" in out)
+    child = hostile.folder / "child.pid"
+    if child.exists():  # with its worker, whatever session it is in
+        assert not wait_until_gone([int(child.read_text())])
+        child.unlink()
+    assert (Path.cwd(), dict(os.environ)) == (here, environment)
+    calm = hostile.submit(batch_of(["1"] * 20)).get()
+    assert calm[0].sum(1).tolist() == list(range(1, 21)) and calm[2] == counts()
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_a_scorer_does_to_its_process_stays_there(kind, hostile):
+    here, environment = Path.cwd(), dict(os.environ)
+    batch = batch_of(["1"] * 7, ["calm", "calm", "calm", kind, "calm", "calm", "calm"])
+    scores, _, metrics = hostile.submit(batch).get()
+    assert scores.sum(1).tolist() == [1, 2, 3, 0.5, 5, 6, 7] and metrics == counts()
+    assert (Path.cwd(), dict(os.environ)) == (here, environment)
+
+
+def test_one_in_ten_samples_misbehaves(hostile, capsys):
+    """5 % hang, 5 % crash, in an order of their own; the first of each kind is shown, the others are counted."""
+    hostile._failures.clear()
+    kinds = {3: "hang", 13: "segfault", 23: "hang_in_c", 33: "exit_at_once"}
+    sources = [kinds.get(row % 40, "calm") for row in range(240)]
+    scores, extras, metrics = hostile.submit(batch_of(["7"] * 240, sources)).get()
+    assert scores.sum(1).tolist() == [row + 1 if source == "calm" else -2 for row, source in enumerate(sources)]
+    assert extras["pred"] == ["7" if source == "calm" else None for source in sources]
+    assert metrics == counts(timeout=12, crash=12)
+    out = capsys.readouterr().out
+    assert out.count("reward: timeout in") == out.count("reward: crash in") == 1 and out.count("reward: ") == 2
+
+
+def test_a_worker_that_says_more_than_was_asked_is_replaced(manager_of):
+    source = """
+import os, signal
+def late(*_):
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"late")
+        except OSError:
+            pass
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.05 if data_source == "late" else 0)
+    return {"score": 1.0, "pid": os.getpid()}
+"""
+    manager = manager_of(source, workers=1)
+    first = manager.submit(batch_of(["1"], ["late"])).get()[1]["pid"]
+    assert not wait_until_gone(first)
+    scores, extras, metrics = manager.submit(batch_of(["1"])).get()
+    assert scores.sum() == 1 and metrics == counts() and extras["pid"] != first
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"no",
+        b"{}",
+        b"[" * 10**5,
+        b"[]",
+        b'[["ok", {"score": 1.0}], ["ok", {"score": 1.0}]]',
+        b'[["ok", {}]]',
+        b'[["ok", {"score": 1e400}]]',
+        b'[["ok", {"score": NaN}]]',
+        b'[["ok", {"score": "1"}]]',
+        b'[["ok", 1.0]]',
+        b'[["well", {"score": 1.0}]]',
+        b'[["error", 1]]',
+        b'[["ok"]]',
+        b"[1]",
+        b"\xff",
+    ],
+)
+def test_an_answer_that_is_none_is_a_crash(text):
+    assert pool.read_answers(b'[["ok", {"score": 1.0}]]', 1) == [["ok", {"score": 1.0}]]
+    assert pool.read_answers(text, 1) == [["crash", "the worker's answer is no answer"]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_keys_that_cannot_be_taken_are_dropped_and_counted(manager_of, workers, capsys):
+    source = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["row"] == 1:
+        return {"score": 2.0, "pred": "two", "n": 7, "mean": 3, "zero_variance": 0.5, "list": [1], "key": 1}
+    return {"score": 1.0, "pred": ["1"], "n": 10**400, "nan": float("nan"), "inf": -float("inf"), "1e13": 1e13,
+            "reward_model": 5.0, "": 1, "two\\nlines": 1, "x" * 101: 1, "mean": "m", "acc": 1.0}
+"""
+    manager = manager_of(source, workers=workers)
+    scores, extras, metrics = manager.submit(batch_of(["1", "2"])).get()
+    assert scores.sum(1).tolist() == [1, 2] and metrics == counts(dropped_key=9)
+    assert extras == {
+        "pred": [None, "two"],
+        "n": [None, 7],
+        "mean": ["m", 3],
+        "zero_variance": [None, 0.5],
+        "list": [None, [1]],
+        "key": [None, 1],
+        "acc": [1.0, None],
+    }
+    assert extra_metrics(extras)["reward/mean/mean"] == (3, 1)
+    out = capsys.readouterr().out
+    assert out.count("reward: scorer mine.score: ") == 9 and "'pred': ['1'] is a list; an answer is a text" in out
+    scores, extras, metrics = manager.submit(batch_of(["1"])).get()  # numbers keep their columns
+    assert extras["key"] == extras["n"] == [None] and "list" not in extras and capsys.readouterr().out == ""
+
+
+def _components(world, extras, keys):
+    extras = {key: column for key, column in extras.items() if world.rank == 0 or key == "everywhere"}
+    try:
+        values = reward_components(extras, keys, torch.zeros(2, 3)).tolist()
+        return [[None if value != value else value for value in row] for row in values]  # NaN: not given
+    except InputError as error:
+        return str(error)
+
+
+def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
+    extras = {"everywhere": [1, None], "here": [2.0, 3], "mixed": [4, "a"], "text": ["a", "b"], "pred": ["a", None]}
+    assert run_ranks(2, _components, extras, ["everywhere", "here", "mixed"]) == [
+        [[1, 2, 4], [None, 3, None]],
+        [[1, None, None], [None, None, None]],
+    ]
+    for error in run_ranks(2, _components, extras, ["here", "text"]):
+        assert "--reward-keys text: the scorers return no such number" in error
+
+
+# ---- what scorers print ----------------------------------------------------------------------------
+
+NOISY = """
+import os, subprocess, sys, threading, time
+from lib.reward.frames import Frames
+from rewards.code import compute_score as run_program
+
+here = os.path.dirname(__file__)
+
+def plain():
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    print("kind", 1)
+    print("kind", 23)
+
+def gigabyte():
+    for _ in range(1000):
+        os.write(1, b"z" * 2**20)
+
+def without_newline():
+    print("no end of line", end="")
+    os._exit(3)
+
+def binary():
+    os.write(1, bytes(range(256)) + b"\\n\\x1b[31mred\\x1b]0;title\\x07\\xe2\\x80\\xae")
+
+def thread():
+    def late():
+        while not os.path.exists(os.path.join(here, "go")):
+            time.sleep(0.01)
+        print("from a thread")
+        open(os.path.join(here, "gone"), "w").close()
+    threading.Thread(target=late).start()
+
+class Sent:
+    def send(self, data):
+        os.write(1, data)
+        return len(data)
+
+def protocol():
+    answer = (0).to_bytes(8, "big") + b'+[["ok", {"score": 9.0}]]'
+    Frames(Sent(), 0).send(answer)
+    os.write(2, b"\\0" * 8)
+
+def close():
+    os.close(1)
+    os.close(2)
+
+def child():
+    subprocess.run("echo from a child; echo its error >&2", shell=True, check=True)
+
+def secret():
+    print("the key is", os.environ["OPENAI_API_KEY"], "and", os.environ["ODD"])
+
+def program():
+    assert run_program("code", MODELS, ["assert f(3) == 1"])["score"] == 1
+    assert run_program("code", MODELS + "f(3)", {"inputs": [""], "outputs": ["MODELS\\nMODELS"]})["score"] == 1
+    run_program("code", MODELS, ["assert f(64) == 1"])
+
+MODELS = '''
+import os, sys
+print("MODELS")
+print("MODELS", file=sys.stderr)
+def f(fds):
+    for fd in range(fds):
+        try:
+            os.write(fd, b"MODELS")
+        except OSError:
+            pass
+    return 1
+'''
+
+def score(data_source, solution_str, ground_truth, extra_info=None, api_key_env=""):
+    if data_source != "calm":
+        globals()[data_source]()
+    return float(solution_str)
+"""
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """One pool with one worker for all that print."""
+    folder = tmp_path_factory.mktemp("noisy")
+    (folder / "noisy.py").write_text(NOISY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", "a-key-of-forty-two")
+        patch.setenv("ODD", "a-key-of-odd-name")
+        scorers = load_scorers([f"{folder / 'noisy.py'}:score"], [], {"api_key_env": "ODD"})
+        log = folder / "run" / "scorers-0.log"
+        manager = RewardManager(scorers, TOKENIZER, workers=1, failure_score=-1.0, log=log)
+        manager.folder = folder
+        assert manager.submit(batch_of(["1"])).get()[2] == counts() and not log.exists()
+        yield manager
+        manager.close()
+
+
+def printed_by(noisy, kind: str, step: int, capfd) -> tuple[list[str], str, list[float]]:
+    """(what the log has more after a response of this kind, the console, scores of it and the next)."""
+    before = len(noisy.log.read_text()) if noisy.log.exists() else 0
+    noisy._failures.clear()
+    scores, _, _ = noisy.submit(batch_of(["1", "2"], [kind, "calm"]), step).get()
+    out, err = capfd.readouterr()
+    assert not err and all(line.isprintable() for line in out.splitlines())
+    text = noisy.log.read_text()[before:] if noisy.log.exists() else ""
+    assert all(line.isprintable() for line in text.split("\n"))
+    return text.splitlines(), out, scores.sum(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "logged", "score"),
+    [
+        ("plain", ["to stdout", "to stderr", "kind 1", "kind 23"], 1),
+        ("without_newline", ["no end of line"], -1),
+        ("child", ["from a child", "its error"], 1),
+        ("secret", ["the key is *** and ***"], 1),
+    ],
+)
+def test_what_a_scorer_prints_is_in_the_log_and_its_first_lines_on_the_console(noisy, capfd, kind, logged, score):
+    lines, out, scores = printed_by(noisy, kind, 7, capfd)
+    assert lines == [f"step 7 noisy.score: {line}" for line in logged] and scores == [score, 2]
+    assert [f"scorer noisy.score: {line}" in out for line in logged] == [line != "kind 23" for line in logged]
+    if kind == "plain":
+        assert f"what scorers print is in {noisy.log}" in out and noisy.log.stat().st_mode & 0o777 == 0o600
+        lines, out, _ = printed_by(noisy, kind, 8, capfd)
+        assert len(lines) == 4 and not out
+
+
+@pytest.mark.parametrize("kind", ["gigabyte", "binary", "protocol", "close"])
+def test_no_print_reaches_another_score_or_the_terminal_as_it_is(noisy, capfd, kind):
+    lines, out, scores = printed_by(noisy, kind, 9, capfd)
+    assert scores == [1, 2] and len(out) < 4000
+    assert sum(map(len, lines)) < 70_000 and bool(lines) == (kind != "close")
+    if kind == "gigabyte":
+        assert lines[-1] == f"step 9 noisy.score: [{1000 * 2**20 - 2**16} more bytes in this call are left out]"
+    if kind == "binary":
+        assert "\ufffd[31mred\ufffd]0;title\ufffd\ufffd" in out and "\ufffd[31mred" in lines[-1]
+    if kind == "close":  # for this worker, which goes on
+        noisy.close()
+        noisy._start()
+
+
+def test_what_a_thread_prints_after_its_scorer_is_logged_as_of_this_scorer(noisy, capfd):
+    assert printed_by(noisy, "thread", 10, capfd) == ([], "", [1, 2])
+    (noisy.folder / "go").touch()
+    deadline = time.monotonic() + 60
+    while not (noisy.folder / "gone").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines, out, _ = printed_by(noisy, "calm", 11, capfd)
+    assert lines == ["step 10 noisy.score: from a thread"] and "scorer noisy.score: from a thread" in out
+
+
+def test_what_a_models_program_prints_is_in_no_log(noisy, capfd):
+    lines, out, scores = printed_by(noisy, "program", 12, capfd)
+    assert (lines, out, scores) == ([], "", [1, 2])
+
+
+def test_a_log_that_is_full_or_cannot_be_written_says_so_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(printed, "LARGEST_FILE", 100)
+    path = tmp_path / "scorers-0.log"
+    log = printed.PrintLog(path)
+    said = [log.write(1, "a.b", b"%d bytes or so in a line" % i, 0)[-1:] for i in range(5)]
+    assert said[1:] == [[], [f"reward: {path} is full (0 MiB): what scorers print from now on is dropped"], [], []]
+    assert path.read_text().count("\n") == 3
+    again = printed.PrintLog(path).write(1, "a.b", b"resumed", 0)  # of a run that goes on
+    assert "is full" in again[-1] and path.read_text().count("\n") == 3
+    (tmp_path / "file").touch()
+    unwritable = printed.PrintLog(tmp_path / "file" / "scorers-0.log").write(1, "a.b", b"x", 0)
+    assert unwritable[-1].startswith(f"reward: {tmp_path}/file/scorers-0.log cannot be written (")
+
+
+def test_the_console_shows_a_bounded_number_of_lines_of_each_scorer(tmp_path):
+    log = printed.PrintLog(tmp_path / "scorers-0.log")
+    text = "\n".join(chr(65 + i) * 1000 for i in range(30)).encode()
+    [_, *shown], others = log.write(1, "a.b", text, 0), log.write(1, "c.d", text[:1000], 5)
+    assert [len(line) for line in shown] == [len("scorer a.b: ") + 200] * 20 and not log.write(2, "a.b", text, 0)
+    assert len(others) == 2 and others[1] == "scorer c.d: [5 more bytes in this call are left out]"
+
+
+# ---- the pool and the trainer ----------------------------------------------------------------------
+
+TRAINER = """
+import os, signal, sys, time
+from lib.reward.pool import Pool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in a shell's background
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, form="response")], 2, 256)
+pool.submit([(0, 100.0, [dict(data_source=kind, solution_str="", ground_truth="", extra_info={})], "")
+             for kind in ("fork_and_hang_twice", "hang_ignoring_signals")])
+if os.fork() == 0:  # as a loader's process would: it keeps the pool's socket open
+    time.sleep(1000)
+print(pool._process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def hanging_trainer(tmp_path) -> tuple[subprocess.Popen, psutil.Process, list[psutil.Process]]:
+    """(trainer, its pool's supervisor, the supervisor's descendants): two workers hang, one of them with a child."""
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    command = [sys.executable, "-c", TRAINER, f"{tmp_path / 'hostile.py'}:score"]
+    trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    supervisor = psutil.Process(int(trainer.stdout.readline()))
+    deadline = time.monotonic() + 60
+    while len(supervisor.children(recursive=True)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return trainer, supervisor, supervisor.children(recursive=True)
+
+
+@pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, "stopped"])
+def test_no_process_outlives_the_trainer(tmp_path, dies_by):
+    """Also where the supervisor was stopped before."""
+    trainer, supervisor, workers = hanging_trainer(tmp_path)
+    loader = next(child for child in psutil.Process(trainer.pid).children() if child != supervisor)
+    assert len(workers) == 3
+    if dies_by == "stopped":
+        supervisor.suspend()
+        dies_by = signal.SIGKILL
+    trainer.send_signal(dies_by)
+    trainer.wait(60)
+    try:
+        assert not wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
+    finally:
+        loader.kill()
+        trainer.stdout.close()
+
+
+UNREAD = """
+import os, sys, time
+from lib.reward.pool import Pool
+pool = Pool([dict(spec=sys.argv[1], modules=[], kwargs={}, form="response")], 2, 256)
+ids = pool.submit([(0, 100.0, [dict(data_source="", solution_str="", ground_truth="", extra_info={})], "")] * 100)
+next(pool.collect(ids))
+if os.fork() == 0:
+    time.sleep(1000)
+print(pool._process.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_no_process_outlives_a_trainer_that_has_stopped_reading(tmp_path):
+    """Fifty megabytes of answers wait in the supervisor when the trainer is killed; a child of it holds the socket."""
+    source = 'def score(**kwargs):\n    return {"score": 1.0, "text": "x" * 500_000}'
+    (tmp_path / "large.py").write_text(source)
+    command = [sys.executable, "-c", UNREAD, f"{tmp_path / 'large.py'}:score"]
+    trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    supervisor = psutil.Process(int(trainer.stdout.readline()))
+    loader = next(child for child in psutil.Process(trainer.pid).children() if child != supervisor)
+    pids = [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
+    trainer.kill(), trainer.wait(), trainer.stdout.close()
+    try:
+        assert not wait_until_gone(pids)
+    finally:
+        loader.kill()
+
+
+def test_a_pool_that_is_stopped_ends_the_run_with_a_line(manager_of, monkeypatch):
+    monkeypatch.setattr(pool, "SILENCE_S", 0.5)
+    source = """
+import os, signal, time
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "stop":
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(100)
+    return 1.0
+"""
+    manager = manager_of(source)
+    manager.submit(batch_of(["1"])).get()
+    with pytest.raises(RuntimeError, match=r"the reward pool's process \d+ has been silent for 0.5 s"):
+        manager.submit(batch_of(["1"], ["stop"])).get()
+
+
+def test_no_worker_outlives_the_supervisor(tmp_path):
+    trainer, supervisor, workers = hanging_trainer(tmp_path)
+    direct = [worker.pid for worker in supervisor.children()]
+    supervisor.kill()
+    try:
+        assert len(direct) == 2 and not wait_until_gone(direct)
+    finally:
+        for process in [*workers, *psutil.Process(trainer.pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        trainer.kill(), trainer.wait(), trainer.stdout.close()
+
+
+CALM = """
+import os, sys
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": extra_info["row"] + 1, "heavy": sorted({"torch", "transformers"} & set(sys.modules)),
+            "pid": os.getpid(), "argument": sorted(extra_info.keys() - {"row"}), "source": data_source,
+            "text": solution_str, "truth": ground_truth}
+"""
+
+
+def test_a_run_whose_pool_is_gone_ends_with_a_line(manager_of):
+    manager = manager_of(CALM)
+    pending = manager.submit(batch_of(["1"]))
+    os.kill(manager._pool._process.pid, signal.SIGKILL)
+    manager._pool._process.wait()
+    with pytest.raises(RuntimeError, match="the reward pool is gone: its process was killed by signal 9"):
+        pending.get()
+
+
+def test_workers_are_other_light_processes_and_get_the_arguments(manager_of):
+    scores, extras, _ = manager_of(CALM).submit(batch_of(["1", "2=2", None, ""], mine=object)).get()
+    assert scores.sum(1).tolist() == [1, 2, 0, 4]
+    assert extras["heavy"] == [[], [], None, []] and extras["argument"] == [["mine"], ["mine"], None, ["mine"]]
+    assert extras["text"] == ["1", "2=2", None, ""]  # an empty response is scored, an aborted one is not
+    assert extras["truth"] == ["7", "7", None, "7"] and extras["source"] == ["calm", "calm", None, "calm"]
+    assert os.getpid() not in extras["pid"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_score_stands_on_the_last_trained_token(manager_of, workers):
+    batch = batch_of(["12=12", "3", None])
+    batch.batch["response_mask"][0, 2:4] = 0  # a tool's output between
+    batch.batch["response_mask"][1, 1] = 0  # and at the end
+    scores, _, _ = manager_of(CALM, workers=workers).submit(batch).get()
+    expected = torch.zeros(3, 7)
+    expected[0, 5], expected[1, 0] = 1, 2
+    assert torch.equal(scores, expected)
+    nothing = manager_of(CALM, workers=workers).submit(batch_of([None, None])).get()
+    assert torch.equal(nothing[0], torch.zeros(2, 3)) and nothing[1:] == ({}, counts())
+
+
+def test_scores_of_numpy_and_other_number_types(manager_of):
+    source = """
+import numpy as np
+GIVEN = [np.float32(0.5), np.int64(2), np.bool_(True), True, {"score": np.array(3.0), "list": np.arange(2)}, 4]
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return GIVEN[extra_info["row"]]
+"""
+    scores, extras, metrics = manager_of(source).submit(batch_of(["1"] * 6)).get()
+    assert scores.sum(1).tolist() == [0.5, 2, 1, 1, 3, 4] and metrics == counts()
+    assert extras == {"list": [None, None, None, None, [0, 1], None]}
+
+
+def test_submit_does_not_wait_and_batches_do_not_mix(manager_of, tmp_path):
+    source = """
+import os, time
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    while not os.path.exists(extra_info["gate"]):
+        time.sleep(0.01)
+    return {"score": extra_info["row"] + float(data_source), "pred": "x" * 500_000}
+"""
+    manager = manager_of(source)
+    load = "y" * 500_000  # more than the sockets hold, in both directions
+    gate = tmp_path / "gate"
+    pending = [manager.submit(batch_of(["1"] * 9, [str(100 * n)] * 9, gate=str(gate), load=load)) for n in range(3)]
+    gate.touch()
+    for n in (1, 0, 2):
+        scores, extras, metrics = pending[n].get()
+        assert scores.sum(1).tolist() == [100 * n + row for row in range(9)] and metrics == counts()
+        assert all(len(pred) == 500_000 for pred in extras["pred"])
+
+
+def test_importing_a_scorer_has_no_time_limit_and_happens_once(manager_of, tmp_path):
+    source = f"""
+import os, time
+time.sleep(0.6)
+with open({str(tmp_path / "imports")!r}, "a") as file:
+    file.write("x")
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if extra_info["row"] % 3 == 1:
+        os._exit(1)
+    return 1
+"""
+    scores, _, metrics = manager_of(source, timeout_s=LIMIT_S).submit(batch_of(["1"] * 9)).get()
+    assert scores.sum(1).tolist() == [1, 0, 1] * 3 and metrics == counts(crash=3)
+    assert (tmp_path / "imports").read_text() == "xx"  # load_scorers, the supervisor
+
+
+# ---- a scorer that always fails --------------------------------------------------------------------
+
+FAILS = """
+import os, time
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "hang":
+        time.sleep(600)
+    if data_source == "exit":
+        os._exit(1)
+    if data_source == "raise":
+        raise ValueError("the key is missing")
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("raise", "the key is missing"), ("exit", "code 1"), ("hang", "in score")])
+def test_a_scorer_that_always_fails_stops_the_run(manager_of, kind, shown):
+    # one second: a busy machine must have called the scorer by then, or the message shows the caller
+    manager = manager_of(FAILS, timeout_s=1.0 if kind == "hang" else 30.0, workers=16)
+    assert manager.submit(batch_of(["1"] * 15, [kind] * 15)).get()[0].sum() == 0  # too few to tell
+    with pytest.raises(InputError, match=r"scorer mine\.score failed on all of its first 31 responses") as caught:
+        manager.submit(batch_of(["1"] * 16, [kind] * 16)).get()
+    assert shown in str(caught.value)
+
+
+def verdict_on(world, scorer, answers):
+    """What a rank says of its share of the responses. Without a pool, which the rank's fork would share."""
+    manager, own = RewardManager(load_scorers([scorer], []), TOKENIZER, workers=0), answers[world.rank :: world.size]
+    manager._answers = lambda *_: ((i, [answer], 0.0) for i, answer in enumerate(own))
+    try:
+        manager.submit(batch_of(["1"] * len(own))).get()
+    except InputError as error:
+        return str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("last", "verdict"), [(["error", "no"], "failed on all of its first 36"), (["ok", {"score": 1.0}], None)]
+)
+def test_the_verdict_on_a_scorer_is_the_same_on_any_number_of_ranks(tmp_path, last, verdict):
+    """Also where the first 16 responses of each rank fail, and the last response of one gets a score."""
+    (tmp_path / "mine.py").write_text(FAILS)
+    for ranks in (1, 2):
+        said = run_ranks(ranks, verdict_on, f"{tmp_path / 'mine.py'}:score", [["error", "no"]] * 35 + [last])
+        assert len(set(said)) == 1 and (verdict in said[0] if verdict else said[0] is None)
+
+
+def test_a_scorer_that_succeeded_once_does_not_stop_the_run(manager_of):
+    manager = manager_of(FAILS)
+    manager.submit(batch_of(["1"])).get()
+    scores, _, metrics = manager.submit(batch_of(["1"] * 40, ["raise"] * 40)).get()
+    assert scores.sum() == 0 and metrics == counts(error=40)
+
+
+def test_a_scorer_that_cannot_be_imported_in_the_pool_stops_the_run(manager_of, tmp_path):
+    source = f"""
+import os
+if os.path.exists({str(tmp_path / "flag")!r}):
+    raise SystemExit("not here")
+open({str(tmp_path / "flag")!r}, "w").close()
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+"""
+    with pytest.raises(InputError, match=r"(?s)failed on all of its first 16 .*SystemExit: not here"):
+        manager_of(source).submit(batch_of(["1"] * 16)).get()
+
+
+# ---- forms of scorers ------------------------------------------------------------------------------
+
+FORMS = """
+import asyncio
+number, largest = 1, max
+async def slowly(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return {"score": float(solution_str), "pred": solution_str}
+
+def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    if "raise" in data_sources:
+        raise ValueError("a bad batch")
+    results = [{"score": float(text), "rows": len(solution_strs), "row": extra_info["row"]}
+               for text, extra_info in zip(solution_strs, extra_infos)]
+    if "short" in data_sources:
+        return results[:-1]
+    return ["bad" if source == "bad" else result for source, result in zip(data_sources, results)]
+
+async def together(data_sources, solution_strs, ground_truths, extra_infos):
+    here = []
+    async def one(text):
+        here.append(text)
+        while len(here) < len(solution_strs):  # only all at once get through
+            await asyncio.sleep(0)
+        return float(text)
+    return await asyncio.gather(*map(one, solution_strs))
+
+def scaled(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
+    if data_source == "bad":
+        raise ValueError("bad")
+    return {"score": factor * float(solution_str), "pred": "second", "digits": len(solution_str)}
+
+def again(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
+    return factor
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_async_and_batched_scorers(manager_of, workers):
+    manager = manager_of(FORMS, "slowly", workers=workers)
+    for _ in range(2):
+        scores, extras, _ = manager.submit(batch_of(["1", None, "3"])).get()
+        assert scores.sum(1).tolist() == [1, 0, 3] and extras == {"pred": ["1", None, "3"]}
+    manager = manager_of(FORMS, "compute_score_batch", workers=workers)
+    scores, extras, _ = manager.submit(batch_of(["1", None, "3"])).get()
+    assert scores.sum(1).tolist() == [1, 0, 3] and extras == {"rows": [2, None, 2], "row": [0, None, 2]}
+    assert manager.submit(batch_of([None])).get()[1:] == ({"rows": [None], "row": [None]}, counts())
+    scores, _, _ = manager_of(FORMS, "together", workers=workers).submit(batch_of(["1", "2", "3"])).get()
+    assert scores.sum(1).tolist() == [1, 2, 3]
+
+
+def test_a_batched_scorer_fails_by_row_or_by_call(manager_of):
+    manager = manager_of(FORMS, "compute_score_batch", failure_score=-1.0)
+    for source, expected, failed in (("bad", [1, -1, 3], 1), ("raise", [-1, -1, -1], 3), ("short", [-1, -1, -1], 3)):
+        scores, _, metrics = manager.submit(batch_of(["1", "2", "3"], ["calm", source, "calm"])).get()
+        assert scores.sum(1).tolist() == expected and metrics == counts(error=failed), source
+
+
+def test_without_a_failure_score_a_failed_row_is_nan_and_no_other(manager_of):
+    manager = manager_of(FORMS, "compute_score_batch", failure_score=None)
+    scores, _, metrics = manager.submit(batch_of(["1", "2"], ["calm", "bad"])).get()
+    assert scores[0].sum() == 1 and scores[1].isnan().any() and metrics == counts(error=1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_several_scorers_are_weighted_and_logged_by_name(manager_of, workers):
+    settings = {"scorer_kwargs": {"factor": 10}, "weights": (1.0, 0.5), "workers": workers}
+    scores, extras, metrics = manager_of(FORMS, "again", "scaled", **settings).submit(batch_of(["1", None, "23"])).get()
+    assert scores.sum(1).tolist() == [10 + 5, 0, 10 + 115] and metrics == counts()
+    assert extras == {
+        "mine.again": [10, None, 10],
+        "mine.scaled": [10, None, 230],
+        "pred": ["second", None, "second"],
+        "mine.scaled/digits": [1, None, 2],
+    }
+
+
+def test_of_several_scorers_one_fails(manager_of):
+    manager = manager_of(FORMS, "slowly", "scaled", weights=(1.0, 0.5), failure_score=-4.0)
+    scores, extras, metrics = manager.submit(batch_of(["1", "2"], ["calm", "bad"])).get()
+    assert scores.sum(1).tolist() == [1.5, 0.0] and metrics == counts(error=1)  # 2 + 0.5 * -4
+    assert extras["mine.scaled"] == [1, -4] and extras["mine.scaled/digits"] == [1, None]
+    assert extras["pred"] == ["1", "2"]  # the first scorer's
+
+
+def test_no_answer_of_the_first_scorer_is_not_the_seconds(manager_of):
+    code = FORMS + "def silent(**_): return {'score': 0, 'pred': None}\n"
+    _, extras, _ = manager_of(code, "silent", "scaled").submit(batch_of(["1", "2"])).get()
+    assert extras["pred"] == [None, None] and extras["mine.scaled/digits"] == [1, 1]
+
+
+ASKS = """
+def asks(data_source, solution_str, ground_truth, extra_info=None, *, time_limit_s=9.0, **kwargs):
+    return {"score": time_limit_s, "others": len(kwargs)}
+
+def asks_not(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return {"score": 0, "others": len(kwargs)}
+"""
+
+
+@pytest.mark.parametrize("workers, seconds", [(1, 30.0), (0, 9.0)])  # without workers nothing stops it
+def test_a_scorer_that_asks_for_its_time_limit_gets_it(manager_of, workers, seconds):
+    _, extras, _ = manager_of(ASKS, "asks", "asks_not", workers=workers, timeout_s=30.0).submit(batch_of(["1"])).get()
+    assert extras["mine.asks"] == [seconds] and extras["mine.asks/others"] == extras["mine.asks_not/others"] == [0]
+
+
+def test_without_workers_sys_exit_is_no_silent_end_of_the_run(manager_of):
+    source = "import sys\ndef score(**kwargs):\n    sys.exit(0)"
+    with pytest.raises(RuntimeError, match=r"sys.exit\(0\) in scorer mine.score, data_source 'calm', response '1'"):
+        manager_of(source, workers=0).submit(batch_of(["1"]))
+
+
+def test_without_workers_an_exception_stops_the_run_and_names_the_response(manager_of):
+    with pytest.raises(ValueError, match="the key is missing") as caught:
+        manager_of(FAILS, workers=0).submit(batch_of(["1", "4=4"], ["calm", "raise"]))
+    assert caught.value.__notes__ == ["in scorer mine.score, data_source 'raise', response '4=4'"]
+    extras = manager_of(CALM, workers=0).submit(batch_of(["1"])).get()[1]
+    assert extras["pid"] == [os.getpid()]
+
+
+DRAWS = """
+import random
+
+once = random.random()
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    import numpy as np
+    return {"score": random.random(), "drawn": np.random.rand(), "once": once}
+
+def two(data_source, solution_str, ground_truth, extra_info=None):
+    return random.random()
+"""
+
+
+def test_what_a_scorer_draws_depends_on_seed_and_response_alone(manager_of):
+    """Not on the number of workers, on who scores what when, on the rank, or on the process."""
+
+    def drawn(uids: list[str], workers: int, seed: int = 1) -> dict[str, list]:
+        batch = batch_of(["1"] * len(uids))
+        batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        manager = manager_of(DRAWS, "score", "two", workers=workers, seed=seed)
+        before = random.getstate(), np.random.get_state()[1].tolist()
+        extras = manager.submit(batch).get()[1]
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+        return extras
+
+    groups = ["1-0", "1-0", "1-1", "1-1"]
+    extras = drawn(groups, 1)
+    names = ("mine.score", "mine.score/drawn", "mine.two")
+    assert len({number for name in names for number in extras[name]}) == 12
+    for name in names:
+        whole = extras[name]
+        assert [drawn(groups, workers)[name] for workers in (0, 3)] == [whole, whole]
+        assert drawn(groups[2:] + groups[:2], 2)[name] == whole[2:] + whole[:2]
+        assert not {*drawn(groups, 1, seed=2)[name]} & {*whole}
+    assert drawn(groups, 1)["mine.score/once"] == extras["mine.score/once"]
+
+
+class Rows:
+    def __init__(self, *data_sources):
+        self.data_sources = set(data_sources)
+
+
+TRUTHS = """
+def takes(data_source, solution_str, ground_truth, extra_info=None): ...
+def may_take(data_source, solution_str, ground_truth=None, extra_info=None): ...
+def takes_none(solution_str, **kwargs): ...
+def takes_batch(data_sources, solution_strs, ground_truths, extra_infos): ...
+def takes_no_batch(data_sources, solution_strs, extra_infos, ground_truths=None): ...
+"""
+
+
+def test_a_row_without_a_ground_truth_is_named_if_a_scorer_takes_one(tmp_path):
+    (tmp_path / "mine.py").write_text(TRUTHS)
+    rows, whole = Rows("toy/arithmetic"), Rows("toy/arithmetic")
+    rows.without_ground_truth = "a.jsonl row 3"
+    mine = [f"{tmp_path / 'mine.py'}:{name}" for name in ("may_take", "takes_none", "takes_no_batch")]
+    own = [f"{ROOT}/rewards/{name}.py:compute_score" for name in ("format", "judge")]
+    load_scorers([*mine, own[0]], [whole, rows])
+    load_scorers([own[1]], [rows], {"base_url": "http://127.0.0.1:9", "model": "m"})
+    for spec in ("data_source", f"{tmp_path / 'mine.py'}:takes", f"{tmp_path / 'mine.py'}:takes_batch"):
+        load_scorers([spec], [whole])
+        with pytest.raises(InputError, match=r"a.jsonl row 3: .* no 'ground_truth', which scorer .*need"):
+            load_scorers([*mine, spec], [whole, rows])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_scorers_of_this_project_by_data_source(workers):
+    [scorer] = load_scorers(["data_source"], [Rows("toy/arithmetic"), Rows("openai/gsm8k")])
+    assert scorer.modules == ["rewards.arithmetic", "rewards.gsm8k"]
+    manager = RewardManager([scorer], TOKENIZER, workers=workers)
+    sources = ["toy/arithmetic", "toy/arithmetic", "openai/gsm8k"]
+    scores, extras, metrics = manager.submit(batch_of(["3+4=7", "=8", "=7"], sources)).get()
+    manager.close()
+    assert scores.sum(1).tolist() == [1, 0, 0] and metrics == counts()
+    assert extras == {"pred": ["7", "8", None]}
+
+
+@pytest.mark.parametrize(
+    ("specs", "settings", "message"),
+    [
+        (["none.py:f"], {}, "--reward none.py:f: give an existing file and a name in it"),
+        (["{file}"], {}, "give an existing file and a name in it"),
+        (["{file}:absent"], {}, "has no 'absent'"),
+        (["{file}:number"], {}, "it is not a function of Python"),
+        (["{file}:largest"], {}, "it is not a function of Python"),
+        (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
+        (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
+        (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
+        (["{file}:slowly"], {"weights": (1, 2)}, "--reward-weights has 2 numbers for the 1 scorers of --reward"),
+        (["data_source"], {}, "no scorer for data_source 'unheard/of': give --reward path/to/file.py:function, or add"),
+        (
+            ["{file}:of_trl"],
+            {},
+            "of_trl(completions, ...) has TRL's form: three lines turn it into a scorer (docs/coming_fr",
+        ),
+        (["{file}:of_trl_with_any"], {}, "of_trl_with_any(completions, ...) has TRL's form"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(tmp_path, specs, settings, message):
+    of_trl = "def of_trl(prompts, completions, **kwargs): return [0.0]\n"
+    of_trl += "async def of_trl_with_any(completions=None, *args, **kwargs): return [0.0]\n"
+    (tmp_path / "mine.py").write_text(FORMS + of_trl)
+    specs = [spec.format(file=tmp_path / "mine.py") for spec in specs]
+    with pytest.raises(InputError) as caught:
+        load_scorers(specs, [Rows("toy/arithmetic", "unheard/of")], **settings)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("GSM8K", "gsm8k"),
+        ("HuggingFaceH4/MATH500", "HuggingFaceH4/MATH-500"),
+        ("HENDRYCKS", "hendrycks_math"),
+        ("zzz", None),
+    ],
+)
+def test_a_data_source_without_a_scorer_is_answered_with_those_of_like_names(name, near):
+    with pytest.raises(InputError) as caught:
+        load_scorers(["data_source"], [Rows(name)])
+    said = str(caught.value)
+    assert (
+        said.count(",") <= 4
+        and "SCORERS in rewards/__init__.py" in said
+        and (f"(near: {near}" in said if near else "near" not in said)
+    )
+
+
+def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
+    """Where a **kwargs would swallow it. One that declares nothing else may read any."""
+    (tmp_path / "mine.py").write_text(
+        "def loose(solution_str, factor=1, **kwargs): ...\ndef free(solution_str, time_limit_s=1.0, **kwargs): ...\n"
+    )
+    gsm8k = load_scorers(["data_source"], [Rows("openai/gsm8k", "lighteval/MATH")])
+    loose, free = (load_scorers([f"{tmp_path / 'mine.py'}:{name}"], []) for name in ("loose", "free"))
+    without_rows = load_scorers(["data_source"], [])  # --val-reward where nothing is validated
+    check_keywords([*gsm8k, *loose], {"method": "strict", "factor": 2})
+    check_keywords([*gsm8k, *without_rows], {"method": "strict"})
+    check_keywords([*gsm8k, *free], {"anything": 1})
+    for scorers, known in ((gsm8k, "method"), ([*gsm8k, *loose], "factor, method")):
+        with pytest.raises(InputError, match=f"no scorer declares metod; the scorers take {known}$"):
+            check_keywords(scorers, {"metod": "strict"})
+
+
+def test_keywords_may_be_of_one_scorer_alone(tmp_path, manager_of):
+    source = """
+def one(solution_str, a=0, **kwargs): return 10 * a
+def two(solution_str, a=0, b=0, **kwargs): return 10 * a + b
+def few(data_source, solution_str, ground_truth, extra_info=None, b=0): return b
+"""
+    kwargs = {"a": 1, "mine.two": {"a": 2, "b": 3}}
+    manager = manager_of(source, "one", "two", scorer_kwargs=kwargs, workers=0)
+    _, extras, _ = manager.submit(batch_of(["7"])).get()
+    assert (extras["mine.one"], extras["mine.two"]) == ([10], [23])
+    check_keywords(manager.scorers, kwargs)
+    gsm8k = load_scorers(["data_source"], [Rows("openai/gsm8k")], by_name := {"data_source": {"method": "flexible"}})
+    assert gsm8k[0].kwargs == {"method": "flexible"}
+    shadow = load_scorers([f"{tmp_path / 'mine.py'}:few"], [], by_name | {"mine.few": {"b": 1}})
+    assert shadow[0].kwargs == {"b": 1}
+    check_keywords([*gsm8k, *shadow], by_name | {"mine.few": {"b": 1}})
+    for wrong, message in (
+        ({"mine.three": {}}, "--reward-kwargs: no scorer is called mine.three; the scorers are mine.one, mine.two"),
+        ({"mine.one": {"b": 1}}, "--reward-kwargs mine.one: no scorer declares b; the scorers take a"),
+        ({"mine.one": 3}, '--reward-kwargs mine.one: give a JSON object, such as {"mine.one": {"coef": 1}}'),
+        ({"mine.few": {"c": 1}}, "it cannot be called as few(data_source=, solution_str=, ground_truth=, extra_info="),
+    ):
+        with pytest.raises(InputError) as caught:
+            names = ("few",) if "mine.few" in wrong else ("one", "two")
+            check_keywords(load_scorers([f"{tmp_path / 'mine.py'}:{name}" for name in names], [], wrong), wrong)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- arguments by name, groups ---------------------------------------------------------------------
+
+NAMED = """
+def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens, finish_reason, prompt, images, step,
+        response_length, max_response_length):
+    seen = f"{finish_reason} {prompt} {images} {step}"
+    return {"score": num_tokens, "seen": seen, "length": response_length, "limit": max_response_length}
+
+def many(data_sources, solution_strs, ground_truths, extra_infos, num_tokens, finish_reason, prompt, images, step):
+    seen = [f"{f} {p} {i} {step}" for f, p, i in zip(finish_reason, prompt, images)]
+    return [{"score": n, "seen": text} for n, text in zip(num_tokens, seen)]
+
+def read(data_source, solution_str, ground_truth, extra_info=None, *, full_prompt):
+    return {"score": 1.0, "read": full_prompt}
+
+def read_many(data_sources, solution_strs, ground_truths, extra_infos, full_prompt):
+    return [{"score": 1.0, "read": text} for text in full_prompt]
+
+def read_group(data_source, solution_strs, ground_truth, extra_info, full_prompt):
+    return [{"score": 1.0, "read": full_prompt}] * len(solution_strs)
+
+def group(data_source, solution_strs, ground_truth, extra_info, num_tokens, finish_reason, prompt, images, step,
+          response_length, max_response_length):
+    rows = zip(num_tokens, finish_reason, response_length)
+    same = {"limit": max_response_length}
+    return [{"score": n, "seen": f"{f} {prompt} {images} {step}", "length": length, **same} for n, f, length in rows]
+
+def own_step(data_source, solution_str, ground_truth, extra_info=None, step=None, **kwargs):
+    return {"score": step, "others": len(kwargs)}
+
+def place(data_source, solution_strs, ground_truth, extra_info=None):
+    if "bad" in data_source:
+        raise ValueError("a bad group")
+    if "short" in data_source:
+        return [0.0]
+    ordered = sorted(solution_strs)
+    return [{"score": ordered.index(text), "size": len(solution_strs)} for text in solution_strs]
+"""
+
+
+def groups_of(texts: list[str | None], uids: str, data_sources=None) -> DataProto:
+    batch = batch_of(texts, data_sources)
+    columns = {
+        "uid": list(uids),
+        "finish_reason": [f"f{i}" for i in range(len(texts))],
+        "max_response_length": [9] * len(texts),
+        "raw_prompt": [f"p{uid}" for uid in uids],
+        "multi_modal_data": [{"image": [uid]} if uid == "a" else {} for uid in uids],
+    }
+    batch.non_tensor_batch |= {name: np.array([*values, None], dtype=object)[:-1] for name, values in columns.items()}
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
+    batch = groups_of(["1", "2=2", None, "12345"], "aabb")
+    batch.batch["response_mask"][3, 1] = 0  # given by a tool
+    manager = manager_of(NAMED, "one", "many", "group", workers=workers)
+    _, extras, metrics = manager.submit(batch, 7).get()
+    tokens = batch.batch["response_mask"].sum(1).tolist()
+    assert metrics == counts() and tokens[2] == 0 and len(set(tokens)) == 4
+    seen = ["f0 pa ['a'] 7", "f1 pa ['a'] 7", None, "f3 pb [] 7"]
+    for name in ("one", "many", "group"):
+        assert extras[f"mine.{name}/seen"] == seen and extras[f"mine.{name}"] == [tokens[0], tokens[1], None, tokens[3]]
+    for name in ("one", "group"):
+        assert extras[f"mine.{name}/length"] == [tokens[0], tokens[1], None, tokens[3] + 1]
+        assert extras[f"mine.{name}/limit"] == [9, 9, None, 9]
+    settings = {"scorer_kwargs": {"step": 3}, "workers": workers}
+    _, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
+    assert extras["others"] == [0, 0, None, 0]  # and the user's own step is the one in effect
+    assert manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()[0].sum(1).tolist() == [3, 3, 0, 3]
+
+
+def test_a_scorer_gets_the_prompt_as_the_model_read_it_and_only_if_it_asks(manager_of, one_rank):
+    """Also a shadow scorer. A prompt is decoded once for its group, and not at all for others' scorers."""
+    chat = [{"role": "user", "content": "1+1"}]
+    ids = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    batch = groups_of(["1", "2=2", None, "3"], "aabb")
+    batch.non_tensor_batch["raw_prompt_ids"] = np.array([ids, ids, ids[:-1], ids[:-1], None], dtype=object)[:-1]
+    decoded = []
+    manager = manager_of(NAMED, "read", "read_many", "read_group", workers=0)
+    shadow = manager_of(NAMED, "read_group", workers=0)
+    manager.tokenizer = shadow.tokenizer = Decoder(decoded)
+    extras, _ = Rewards(manager, shadow=shadow).submit(batch, 1).add_to(batch)
+    whole = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    cut = TOKENIZER.decode(ids[:-1])
+    assert whole != cut and whole.startswith(cut)
+    for name in ("read", "read_many", "read_group"):
+        assert extras[f"mine.{name}/read"] == [whole, whole, None, cut]
+    assert extras["shadow/mine.read_group"] == [1, 1, None, 1] and decoded == [ids, ids[:-1]] * 2
+    silent = manager_of(NAMED, "place", workers=0)
+    silent.tokenizer = Decoder(decoded)
+    silent.submit(batch).get()
+    assert len(decoded) == 4
+
+
+class Decoder:
+    def __init__(self, decoded: list):
+        self.decoded = decoded
+
+    def __getattr__(self, name):
+        return getattr(TOKENIZER, name)
+
+    def decode(self, ids, **kwargs):
+        self.decoded.append(ids)
+        return TOKENIZER.decode(ids, **kwargs)
+
+
+def split_group(world, scorer):
+    manager = RewardManager(load_scorers([scorer], []), TOKENIZER, workers=0)
+    with pytest.raises(InputError, match=r"scorer mine.group scores whole groups, and group b has rows on two ranks"):
+        Rewards(manager).submit(groups_of(["1", "2"], ["ab", "cb"][world.rank]), 1)
+
+
+def test_a_group_that_is_on_two_ranks_is_not_scored_by_halves(tmp_path):
+    (tmp_path / "mine.py").write_text(NAMED)
+    run_ranks(2, split_group, f"{tmp_path / 'mine.py'}:group")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_group_scorer_sees_a_prompts_responses_and_no_others(manager_of, workers):
+    batch = groups_of(["3", "9", "1", None, "2", "5", "4"], "abacbaa")  # c has only an aborted response
+    scores, extras, metrics = manager_of(NAMED, "place", workers=workers).submit(batch).get()
+    assert scores.sum(1).tolist() == [1, 1, 0, 0, 0, 3, 2] and metrics == counts()
+    assert extras == {"size": [4, 2, 4, None, 2, 4, 4]}
+    moved = [4, 3, 6, 0, 5, 2, 1]  # another order of the rows: the same scores
+    assert manager_of(NAMED, "place").submit(batch[moved]).get()[1]["size"] == [2, None, 4, 4, 4, 4, 2]
+
+
+def test_a_group_that_fails_costs_its_own_responses(manager_of, capsys):
+    sources = ["calm", "calm", "bad", "bad", "short", "short", "calm"]
+    batch = groups_of(["1", "2", "1", "2", "1", "2", "3"], "aabbcca", sources)
+    scores, extras, metrics = manager_of(NAMED, "place", failure_score=-1.0, workers=1).submit(batch).get()
+    assert scores.sum(1).tolist() == [0, 1, -1, -1, -1, -1, 2] and metrics == counts(error=4)
+    assert extras == {"size": [3, 3, None, None, None, None, 3]}
+    assert "ValueError: a bad group" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("parameters", "form"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", "response"),
+        ("solution_str, **kwargs", "response"),
+        ("data_sources, solution_strs, ground_truths, extra_infos", "batch"),
+        ("solution_strs, **kwargs", "batch"),
+        ("data_source, solution_strs, ground_truth, extra_info", "group"),
+        ("solution_strs, ground_truth=None, **kwargs", "group"),
+    ],
+)
+def test_what_a_scorer_sees_follows_from_its_parameters(tmp_path, parameters, form):
+    (tmp_path / "mine.py").write_text(f"def score({parameters}): ...\n")
+    [scorer] = load_scorers([f"{tmp_path / 'mine.py'}:score"], [])
+    assert scorer.form == form and scorer.requested == ()
+
+
+def test_a_scorer_that_mixes_the_forms_is_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(data_source, solution_strs, ground_truths, extra_info): ...\n")
+    with pytest.raises(InputError, match="cannot be called as score\\(data_source=, solution_strs=, ground_truth="):
+        load_scorers([f"{tmp_path / 'mine.py'}:score"], [])
+
+
+# ---- shadow scorers --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+SHADOWS = """
+import math
+
+def score(solution_str, **kwargs):
+    return {"score": int(solution_str), "pred": solution_str}
+
+def doubled(data_source, solution_str, **kwargs):
+    return {"score": 9 - 2 * int(solution_str), "acc": 1.0, "pred": "another"}
+
+def fails(data_source, solution_str, ground_truth, extra_info):
+    return {"score": math.nan if data_source == "bad" else int(solution_str) ** 2}
+
+def constant(solution_str, **kwargs):
+    return 1.0
+
+def greedy(solution_str, **kwargs):
+    return {"score": 0.0, "shadow/mine.doubled": 1.0}
+"""
+
+
+@pytest.mark.parametrize("names", [("fails",), ("doubled", "fails", "constant")])
+def test_a_shadow_scorer_is_logged_and_changes_no_reward(manager_of, one_rank, names):
+    def rewarded(shadow):
+        batch = batch_of(["1", "2", "3", None], ["calm", "calm", "bad", "calm"])
+        extras, metrics = Rewards(manager_of(SHADOWS), shadow=shadow).submit(batch, 1).add_to(batch)
+        return batch, extras, metrics
+
+    batch, extras, metrics = rewarded(None)
+    # its failures have no score to fall back to: the mean is of scores alone
+    shadowed, of_shadow, logged = rewarded(manager_of(SHADOWS, *names, failure_score=None))
+    assert set(batch.batch.keys()) == set(shadowed.batch.keys())
+    assert all(torch.equal(batch.batch[key], shadowed.batch[key]) for key in set(batch.batch.keys()))
+    assert {key: of_shadow[key] for key in extras} == extras
+    assert {key: logged[key] for key in metrics if not key.startswith("perf/")} == untimed(metrics)
+    expected = {"doubled": [7, 5, 3, None], "fails": [1, 4, None, None], "constant": [1, 1, 1, None]}
+    assert {k: v for k, v in of_shadow.items() if k not in extras} == {f"shadow/mine.{k}": expected[k] for k in names}
+    numbers = reduce_metrics(logged | extra_metrics(of_shadow))
+    assert numbers["shadow/mine.fails/mean"] == 2.5 and numbers["shadow/error_count"] == 1
+    assert numbers["shadow/mine.fails/correlation"] == pytest.approx(1)
+    assert numbers.get("shadow/mine.doubled/correlation") == (pytest.approx(-1) if len(names) > 1 else None)
+    assert "shadow/mine.constant/correlation" not in numbers and numbers["reward/error_count"] == 0
+    timed = {f"perf/scorer_seconds/{name}" for name in ("mine.score", *(f"shadow/mine.{name}" for name in names))}
+    assert {key for key in numbers if key.startswith("perf/")} == {f"{n}/{of}" for n in timed for of in ("mean", "max")}
+
+
+def test_nothing_trains_on_a_shadow_scorer(manager_of, one_rank, capsys):
+    batch = batch_of(["1", "2"])
+    rewards = Rewards(manager_of(SHADOWS), shadow=manager_of(SHADOWS, "constant"))
+    with pytest.raises(InputError, match=r"--reward-keys shadow/mine\.constant: the scorers return no such number"):
+        rewards.submit(batch, 1).add_to(batch, ["shadow/mine.constant"])
+    _, extras, metrics = manager_of(SHADOWS, "greedy").submit(batch).get()
+    assert extras == {} and metrics == counts(dropped_key=2)
+    assert "'shadow/mine.doubled': 1.0 has the name of another score" in capsys.readouterr().out
+
+
+def _correlation(world):
+    x, y = [[1.0, None, 2.0, math.nan], [4.0]][world.rank], [[1.0, 9.0, 3.0, 5.0], [2.0]][world.rank]
+    return correlation(x, y)
+
+
+def test_a_correlation_is_that_of_all_ranks():
+    [one, other] = run_ranks(2, _correlation)
+    assert one == other == (pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1], rel=1e-12), 1)  # float64
+
+
+# ---- what a scorer gets of the tokens ----
+
+
+def text_of(responses: list[list[int]], mask: list[list[int]], tokenizer) -> list[str]:
+    return RewardManager([], tokenizer, workers=0)._texts(torch.tensor(responses), torch.tensor(mask))
+
+
+KEPT = [
+    "<think>",
+    "</think>",
+    "[THINK]",
+    "<tool_call>",
+    "<|tool_call_begin|>",
+    "<|python_tag|>",
+    "<|channel|>",
+    "<answer>",
+]
+LEFT_OUT = [
+    "</s>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<|image_pad|>",
+    "<|user|>",
+    "<|call|>",
+]
+
+
+def test_a_scorer_gets_the_special_tokens_that_a_response_consists_of():
+    tokenizer = load_tokenizer(TOY_MODEL)
+    tokenizer.add_special_tokens({"extra_special_tokens": [*KEPT, *LEFT_OUT]})
+    for mark in [*KEPT, *LEFT_OUT, tokenizer.eos_token, tokenizer.pad_token]:
+        ids = [
+            *tokenizer.encode("1"),
+            tokenizer.convert_tokens_to_ids(mark),
+            *tokenizer.encode("=4"),
+            tokenizer.eos_token_id,
+        ]
+        text = f"1{mark}=4" if mark in KEPT else "1=4"
+        assert text_of([ids], [[1] * len(ids)], tokenizer) == [text], mark
+
+
+def test_what_is_sampled_before_and_behind_another_text_is_on_two_lines():
+    four, other, more = (TOKENIZER.encode(text) for text in ("=4", "1+1", "25"))
+    end = [TOKENIZER.eos_token_id]
+    ids = [*four, *end, *other, *more, *end]
+    mask = [1] * (len(four) + 1) + [0] * len(other) + [1] * (len(more) + 1)
+    only_end = [*four, *other, *end, *more]  # a turn that says nothing
+    of_it = [1] * len(four) + [0] * len(other) + [1] + [0] * len(more)
+    pad = [0] * (len(ids) - len(only_end))
+    rows, masks = [ids, ids, only_end + pad], [mask, [1] * len(ids), of_it + pad]
+    assert text_of(rows, masks, TOKENIZER) == ["=4\n25", "=41+125", "=4"]
