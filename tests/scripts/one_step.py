@@ -150,7 +150,7 @@ class StubScorers:
                     row.score if row.score is not None else torch.nan
                 )
         extras = {key: [row.components[key] for row in rows] for key in rows[0].components} if len(rows) else {}
-        return SimpleNamespace(get=lambda: (scores, dict(extras), {}))
+        return SimpleNamespace(get=lambda: (scores, dict(extras), {}), time_metrics=dict)
 
     def close(self):
         pass
