@@ -111,7 +111,7 @@ from lib.data import gather_columns
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
-from lib.log import agent_metrics, data_metrics, extra_metrics, mismatch_metrics, row_metrics, rows_dropped
+from lib.log import agent_metrics, data_metrics, extra_metrics, mismatch_metrics, row_metrics
 from lib.model import Policy, micro_batches
 from lib.run import open_run
 
@@ -154,38 +154,32 @@ def add_advantages(
     """Adds advantages and loss masks (B, T). Estimators, corrections and masks see the rows of all ranks."""
     t = gather_columns(batch, *setup.advantage_columns(args, correction))
     metrics: dict[str, Metric] = {}
-    mask = t["response_mask"].bool()
-    loss_mask = denominator_mask = mask  # tokens that are trained on, and tokens that are counted in the means
-    row_filters = {"dead": mask}  # loss_mask after each filter, to count dropped rows; dead: no token or no score
+    masks = core_algos.LossMasks(t["response_mask"])  # .loss_mask, .denominator_mask and .valid_mask (B, T)
     if correction:
-        weights, loss_mask, metrics = core_algos.compute_rollout_correction(
-            t["old_log_probs"], t["rollout_log_probs"], mask, **correction
+        weights, accepted, metrics = core_algos.compute_rollout_correction(
+            t["old_log_probs"], t["rollout_log_probs"], masks.loss_mask, **correction
         )
-        row_filters["rollout_correction"] = loss_mask
+        masks.drop(~accepted, "rollout_correction", out_of_group=True)
         if weights is not None:
             t["rollout_is_weights"] = weights
-    valid_mask = mask & loss_mask.any(1, keepdim=True)  # a rejected row is in no group
-    rewards = t["token_level_scores"]
+    rewards, valid_mask = t["token_level_scores"], masks.valid_mask
     if args.kl_coef > 0 and args.kl_placement == "reward":
         kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator or "k1", valid_mask)
         rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
-        kl_control.update(mean_kl, len(mask))
+        kl_control.update(mean_kl, len(valid_mask))
     t["token_level_rewards"] = rewards
     t["advantages"], t["returns"] = grpo_advantages(args, rewards, valid_mask, t)
     if args.zero_variance != "keep":
         scores = t["token_level_scores"], valid_mask, t["group"], t.get("reward_components")
         no_signal = core_algos.zero_variance_rows(*scores)  # (B,)
-        row_filters["zero_variance"] = loss_mask = loss_mask & ~no_signal[:, None]
-        if args.zero_variance == "drop_from_denominator":
-            denominator_mask = denominator_mask & ~no_signal[:, None]
+        masks.drop(no_signal, "zero_variance", uncount=args.zero_variance == "drop_from_denominator")
     if token_masks := args.token_masks.settings(args.loss):
         seed = args.run.seed * 2**20 + step
-        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": loss_mask}, seed=seed)
-        row_filters["token_masks"] = loss_mask = loss_mask & t.pop("token_mask", loss_mask)
-    t |= {"loss_mask": loss_mask, "denominator_mask": denominator_mask, "valid_mask": valid_mask}
-    batch.add_rows_of(t)
-    return metrics | data_metrics(batch) | rows_dropped(row_filters)
+        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": masks.loss_mask}, seed=seed)
+        masks.drop(~t.pop("token_mask", masks.loss_mask), "token_masks")
+    batch.add_rows_of(t | masks.columns())
+    return metrics | data_metrics(batch) | masks.dropped
 
 
 @timed("update")

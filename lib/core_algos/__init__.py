@@ -32,6 +32,7 @@ from lib.core_algos.kl import (
     apply_kl_penalty,
     kl_penalty,
 )
+from lib.core_algos.masks import LossMasks
 from lib.core_algos.noise import splitmix64
 from lib.core_algos.policy_losses import (
     LOSS_TENSORS,

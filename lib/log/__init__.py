@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lib.log.episodes import agent_metrics
-    from lib.log.metrics import data_metrics, extra_metrics, mismatch_metrics, row_metrics, rows_dropped
+    from lib.log.metrics import data_metrics, extra_metrics, mismatch_metrics, row_metrics
 
-__all__ = ["agent_metrics", "data_metrics", "extra_metrics", "mismatch_metrics", "row_metrics", "rows_dropped"]
+__all__ = ["agent_metrics", "data_metrics", "extra_metrics", "mismatch_metrics", "row_metrics"]
 
 
 def __getattr__(name: str):

@@ -150,18 +150,6 @@ def merge_metrics(metrics: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     return merged
 
 
-def rows_dropped(row_filters: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """training/rows_dropped/<filter>: rows whose last token it removed. row_filters: masks (B, T) of all ranks' rows,
-    each a subset of the one before."""
-    metrics: dict[str, float] = {}
-    before: torch.Tensor | None = None
-    for name, mask in row_filters.items():
-        alive = mask.bool().any(1)
-        metrics[f"training/rows_dropped/{name}"] = float((~alive if before is None else before & ~alive).sum())
-        before = alive
-    return metrics
-
-
 def extra_metrics(extras: Mapping[str, list]) -> dict[str, Metric]:
     """reward/<key>/mean of each number that a scorer gave besides its score, shadow/<name>/mean of each score that is
     not trained on. Text, None and "pred" have no mean."""

@@ -19,7 +19,6 @@ from lib.setup.factory import (
     USUAL_LR,
     MakeOptimizer,
     ModelFactory,
-    choose_engine,
     load_frozen,
     load_policy,
     load_reference,
@@ -32,4 +31,4 @@ from lib.setup.factory import (
 from lib.setup.inputs import Inputs, check_template, load_inputs, load_vision
 from lib.setup.report import check_memory, describe
 from lib.setup.rollouts import make_rewards_and_validation, make_rollouts
-from lib.setup.start import join, use_batch_invariant_kernels
+from lib.setup.start import choose_engine, join, use_batch_invariant_kernels

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,29 +21,8 @@ from lib.distributed import (
     trainable_parameters,
 )
 from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
-from lib.rollout import vllm_refuses
-from lib.run.run_config import read_json
 from lib.seeds import set_seed
 from lib.setup.algorithm import get_attention, get_compute_dtype
-
-
-def choose_engine(args: ScriptArgs, device: torch.device) -> str:
-    """Sets what --rollout-engine auto is here. Returns why. A replay has the engine of the recorded run, which decides
-    whether there is a rollout correction. Without a GPU, --dry-run assumes one."""
-    model, run, rollout = args.model, args.run, args.rollout
-    if rollout.rollout_gpus:
-        rollout.auto_engine, why = "vllm", "which --rollout-gpus needs"
-    elif run.replay:
-        recorded = (read_json(Path(run.replay, "config.json")) or {}).get("effective", {}).get("rollout_engine")
-        rollout.auto_engine, why = recorded if recorded == "vllm" else "hf", "as recorded"
-    elif device.type == "cpu":
-        assumed = "if the GPUs have it and it knows the model"
-        rollout.auto_engine, why = ("vllm", assumed) if run.dry_run else ("hf", "because this machine has no GPU")
-    else:
-        refused = vllm_refuses(models.config_of(model.model, "--model", model.trust_remote_code), device.type)
-        rollout.auto_engine, why = ("hf", f"because {refused}") if refused else ("vllm", "which knows the model")
-    return why
-
 
 USUAL_LR = {"full fine-tuning": (1e-7, 3e-5), "LoRA": (2e-6, 1e-3)}  # of AdamW in RL (docs/defaults.md)
 SMALLEST = 10**8  # parameters of a model for which these are usual

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lib import InputError
+from lib import model as models
 from lib.args import ScriptArgs
 from lib.cli.flags import check_flags
 from lib.distributed import (
@@ -16,9 +17,9 @@ from lib.distributed import (
     has_flash_attention,
     init_distributed,
 )
-from lib.run.run_config import describe_start
+from lib.rollout import vllm_refuses
+from lib.run.run_config import describe_start, read_json
 from lib.seeds import set_seed
-from lib.setup.factory import choose_engine
 
 
 def join(args: ScriptArgs) -> World:
@@ -41,6 +42,24 @@ def join(args: ScriptArgs) -> World:
 
         serve(world, rollout.rollout_tensor_parallel_size)
     return world
+
+
+def choose_engine(args: ScriptArgs, device: torch.device) -> str:
+    """Sets what --rollout-engine auto is here. Returns why. A replay has the engine of the recorded run, which decides
+    whether there is a rollout correction. Without a GPU, --dry-run assumes one."""
+    model, run, rollout = args.model, args.run, args.rollout
+    if rollout.rollout_gpus:
+        rollout.auto_engine, why = "vllm", "which --rollout-gpus needs"
+    elif run.replay:
+        recorded = (read_json(Path(run.replay, "config.json")) or {}).get("effective", {}).get("rollout_engine")
+        rollout.auto_engine, why = recorded if recorded == "vllm" else "hf", "as recorded"
+    elif device.type == "cpu":
+        assumed = "if the GPUs have it and it knows the model"
+        rollout.auto_engine, why = ("vllm", assumed) if run.dry_run else ("hf", "because this machine has no GPU")
+    else:
+        refused = vllm_refuses(models.config_of(model.model, "--model", model.trust_remote_code), device.type)
+        rollout.auto_engine, why = ("hf", f"because {refused}") if refused else ("vllm", "which knows the model")
+    return why
 
 
 def use_batch_invariant_kernels(device: torch.device) -> None:

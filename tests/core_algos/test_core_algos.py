@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lib import InputError
 from lib.core_algos import (
     LOSS_AGG_MODES,
+    LossMasks,
     agg_loss,
     compute_grpo_outcome_advantage,
     compute_overlong_penalty,
@@ -644,3 +645,28 @@ def test_kl_estimators_by_exact_enumeration(seed, vocabulary):
     close(expected_gradient("k1"), torch.zeros_like(gradient))
     close(expected_gradient("k3"), forward_gradient)
     assert not torch.allclose(expected_gradient("k3"), gradient, rtol=1e-6, atol=0)
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+
+@for_all(60, seed=seeds, rows=st.integers(1, 6), width=st.integers(1, 5), drops=st.integers(0, 4))
+def test_loss_masks_are_those_of_sets_of_tokens(seed, rows, width, drops):
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    response_mask = random_mask(generator, rows, width)
+    loss = counted = valid = {(i, t) for i, t in response_mask.nonzero().tolist()}
+    masks, dropped = LossMasks(response_mask), {"dead": rows - len({i for i, _ in loss})}
+    for number in range(drops):
+        what = torch.rand(rows, *[width] * rng.randint(0, 1), generator=generator) < 0.4  # tokens, or rows
+        uncount, out_of_group = rng.random() < 0.5, rng.random() < 0.5
+        masks.drop(what, str(number), uncount=uncount, out_of_group=out_of_group)
+        gone = {(i, t) for i in range(rows) for t in range(width) if (what[i, t] if what.ndim == 2 else what[i])}
+        before, loss = {i for i, _ in loss}, loss - gone
+        rows_left = {i for i, _ in loss}
+        dropped[str(number)] = len(before - rows_left)
+        counted = counted - gone if uncount else counted
+        valid = {token for token in valid if token[0] in rows_left} if out_of_group else valid
+    assert masks.dropped == {f"training/rows_dropped/{reason}": n for reason, n in dropped.items()}
+    for name, expected in {"loss_mask": loss, "denominator_mask": counted, "valid_mask": valid}.items():
+        mask = masks.columns()[name]
+        assert mask.dtype == torch.bool and {(i, t) for i, t in mask.nonzero().tolist()} == expected, name

@@ -262,7 +262,7 @@ def chosen(flags, device="cuda", refused=""):
     """(args, why) after the choice. refused: what vLLM says of the model."""
     args = parse_flags(grpo.Args, flags)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "vllm_refuses", lambda config, device: refused)
+        patch.setattr(setup.start, "vllm_refuses", lambda config, device: refused)
         why = setup.choose_engine(args, torch.device(device))
     check_flags(args)
     return args, why
@@ -328,14 +328,14 @@ def test_a_replay_has_the_engine_of_the_recorded_run(recorded, engine, tmp_path)
 IMPORTS = """
 import sys
 import grpo
-from lib import estimate, setup
+from lib import setup
 from lib.args import step_sizes, training_ranks
 from lib.cli.flags import parse_flags
 args = parse_flags(grpo.Args, sys.argv[1:])
 world = setup.join(args)
 setup.check_algorithm(args, world.device)
 inputs = setup.load_inputs(args)
-print(estimate.describe(args, step_sizes(args, training_ranks(args)), world, inputs))
+print(setup.describe(args, step_sizes(args, training_ranks(args)), world, inputs))
 print("vllm" in sys.modules)
 """
 

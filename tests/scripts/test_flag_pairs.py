@@ -26,7 +26,7 @@ import dapo
 import grpo
 import ppo
 import remax
-from lib import InputError, setup
+from lib import InputError, core_algos, setup
 from lib.cli import flags as cli
 from lib.distributed import World
 from tests.common import ROOT, TOY_MODEL, run_ranks
@@ -261,7 +261,7 @@ def parsed(script, case: dict[str, str]):
     with patch.object(cli.tyro, "cli", lambda *_, **__: args):
         cli.parse_flags(script.Args, [*BASE, *(word for given in words for word in given)])
     setup.check_algorithm(args, torch.device("cpu"))
-    setup.core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
+    core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     return args
 
 
