@@ -293,8 +293,10 @@ class Trainer:
         if b.mask:
             metrics["training/trained_share"] = len(b.kept) / len(b.mask)
         if b.valid:
-            of = [b.advantages[u] for u in b.valid]
-            metrics |= {"advantages/mean": mean(of), "advantages/max": max(of), "advantages/min": min(of)}
+            of = {"advantages": b.advantages, "returns": b.returns} | ({"values": b.values} if self.critic else {})
+            spread = {name: [column[u] for u in b.valid] for name, column in of.items()}
+            spread["token_level_rewards"] = [sum(r for (j, _), r in rewards.items() if j == i) for i in at]
+            metrics |= {f"{name}/{f.__name__}": f(x) for name, x in spread.items() for f in (mean, max, min)}
         return metrics
 
     def update(self, b: Batch) -> dict[str, float]:
@@ -377,4 +379,6 @@ class Trainer:
         if (cut.top_p, max(cut.top_k, 0), cut.min_p) != (1, 0, 0):
             metrics["outside_top_p"] = mean(float(s.outside) for s in new.values())
         metrics = {f"rollout/{name}": value for name, value in metrics.items()}
+        if len(probs) > 1:
+            metrics["training/rollout_probs_diff_std"] = variance(probs) ** 0.5
         return metrics | {f"{name}_{f.__name__}": f(values) for name, values in apart.items() for f in (mean, max)}

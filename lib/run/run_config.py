@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from lib import InputError
 from lib.cli.flags import Names, OnReplay, OnResume, as_flag, flag_values, marked, walk
 from lib.cli.secrets import redact, redact_values
-from lib.data.remote import copies
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -271,6 +270,8 @@ def _path_and_name(text: str) -> tuple[str, str]:
 
 def _files_of(name: str) -> list[Path]:
     """The file itself; for a folder, the files of a model, or of its tasks; [] if it is no path."""
+    from lib.data.remote import copies  # imports torch, which the run page does without
+
     path = Path(copies.get((name, True), name)).expanduser()
     if name and any(path.glob("*/tests/test.sh")):
         return sorted(file for file in path.rglob("*") if file.is_file())

@@ -139,7 +139,7 @@ class StubScorers:
     """The scores that rows have, for the real `Rewards`, which adds those of tools and of a reward model."""
 
     tokenizer, scorers = None, ()
-    recorder = SimpleNamespace(record=lambda name, compute: compute())
+    recorder = SimpleNamespace(record=lambda name, compute: compute(), replaying=False)
 
     def submit(self, batch: DataProto, step: int):
         rows = batch.non_tensor_batch["row"]

@@ -376,7 +376,8 @@ def by_loops(script, args, ranks: int = 1, steps: int = 0):
 
 # Metrics that no flag of the algorithm reaches: they describe the batch, the optimizer and the machine.
 OTHERS = ("reward/", "response_length/", "prompt_length/", "perf/", "rollout/dead_rows", "training/tokens")
-OTHERS += ("actor/lr", "critic/lr", "training/skipped_updates", "training/empty_updates")
+OTHERS += ("training/prompt_tokens", "training/response_tokens", "actor/lr", "critic/lr")
+OTHERS += ("training/skipped_updates", "training/empty_updates")
 
 
 def differences(got, expected) -> list[str]:
