@@ -143,6 +143,6 @@ def test_an_editable_wheel_has_the_path_of_the_checkout_and_the_pinned_packages_
     required = [Requirement(line) for line in message_from_bytes(metadata).get_all("Requires-Dist")]
     assert not any(r.marker.evaluate({"extra": ""}) for r in required)
     for extra, more in (("gpu", {}), ("cpu", {"torch": "==2.13.0"})):
-        lines = (ROOT / f"requirements-{extra}.txt").read_text().splitlines()
+        lines = (ROOT / f"launch/requirements-{extra}.txt").read_text().splitlines()
         pins = more | {r.name: str(r.specifier) for r in map(Requirement, (x for x in lines if x[:1] not in ("", "#")))}
         assert pins == {r.name: str(r.specifier) for r in required if r.marker.evaluate({"extra": extra})}
