@@ -244,7 +244,7 @@ def score(solution_str, **kwargs):
 def done_run(tmp_path_factory):
     """(process, folder) of a run whose judge repeats the key that it refuses, under a umask for a group."""
     folder, before = tmp_path_factory.mktemp("runs"), os.umask(0o007)
-    outputs = [folder / "stdout", folder / "stderr"]
+    outputs = [folder / "stdout", folder / "stderr", folder / "modules"]
     (folder / "echoes.py").write_text(ECHOES)
     args = ["--reward", f"{folder / 'echoes.py'}:score", "--total-steps", "1", "--save-every", "1", "--val-every", "1"]
     try:
@@ -259,7 +259,7 @@ def done_run(tmp_path_factory):
             process.join()
     finally:
         os.umask(before)
-    done = subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs))
+    done = subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs[:2]))
     return ran(done), folder / "run"
 
 
