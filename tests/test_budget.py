@@ -14,9 +14,9 @@ from tests.common import ROOT, environment, ran
 ROOMS = ("lib", "agent", "planner")
 BUDGET = {
     "lines of lib": 21005,
-    "lines of lib and the scripts above 100 columns": 3282,
+    "lines of lib and the scripts above 100 columns": 3280,
     "lines of the longest file": 738,
-    "lines of the scripts": 1326,
+    "lines of the scripts": 1325,
     "flags of grpo.py": 193,
     "lines of --help": 657,
     "words of docs": 130844,
