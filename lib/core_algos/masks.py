@@ -17,7 +17,7 @@ class LossMasks:
     def drop(self, what: Tensor, reason: str, *, uncount: bool = False, out_of_group: bool = False) -> None:
         """Takes tokens (B, T) or rows (B,) from the loss; with `uncount` also from its means. out_of_group: rows that
         are left without a token are in no group."""
-        what, before = what.reshape(len(what), -1), self.loss_mask.any(1)
+        what, before = what if what.ndim == 2 else what[:, None], self.loss_mask.any(1)
         self.loss_mask = self.loss_mask & ~what
         after = self.loss_mask.any(1)
         if uncount:
