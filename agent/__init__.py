@@ -1,5 +1,4 @@
-"""Multi-turn episodes: the model's turns, the tools that it calls, simulated users. Names
-are imported when they are first used."""
+"""Multi-turn episodes: the model's turns, its tool calls, simulated users. Names are imported on first use."""
 
 from importlib import import_module
 

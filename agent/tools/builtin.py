@@ -22,7 +22,7 @@ from PIL.Image import Image, Resampling
 
 from agent.tasks.sandbox import load_bash
 from agent.tools.base import BaseTool, FunctionTool, ToolResponse, say, validator_of
-from agent.verl_tools import load_yaml, make_tool
+from agent.tools.verl import load_yaml, make_tool
 from lib import InputError
 from lib.cli.secrets import from_environment
 from lib.cli.user_code import load_object

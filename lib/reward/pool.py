@@ -39,9 +39,9 @@ from pathlib import Path
 from lib import how_it_ended
 from lib.cli.secrets import secret_in
 from lib.reward.frames import Frames
+from lib.reward.printed import MOST_OF_CALL, PrintLog
 from lib.reward.scorer import LARGEST_SCORE, LONGEST_RESULT, call, checked, load_scorer
 from lib.sandbox import client
-from lib.sandbox.printed import MOST_OF_CALL, PrintLog
 from lib.seeds import seeded, set_seed
 
 LINUX = sys.platform == "linux"

@@ -51,9 +51,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
         lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
     if args.run.dry_run:
-        from planner.estimate import (
-            describe_dry_run,  # the planner, with private modules of torch, which training needs not
-        )
+        from planner.estimate import describe_dry_run
 
         lines += [describe_dry_run(args, sizes, inputs)]
     return "\n".join(lines)

@@ -21,11 +21,10 @@ from lib.data_proto import DataProto
 from lib.distributed import Sum, reduce_metrics
 from lib.log import extra_metrics
 from lib.model import load_tokenizer
-from lib.reward import pool
+from lib.reward import pool, printed
 from lib.reward.manager import RewardManager
 from lib.reward.scorers import check_keywords, load_scorers
 from lib.reward.scores import Rewards, correlation, reward_components
-from lib.sandbox import printed
 from tests.common import TOY_MODEL, is_alive, run_ranks
 
 ROOT = Path(__file__).parents[2]
