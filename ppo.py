@@ -121,7 +121,7 @@ if __name__ == "__main__":  # before the slow imports, so that --help and errors
 import torch
 
 from lib import core_algos, setup
-from lib.data import gather_columns
+from lib.data import gather_rows, scatter_rows
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
@@ -158,33 +158,33 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
 
 @timed("advantages")
 def add_advantages(
-    args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
+    args: Args, batch: DataProto, needs: setup.Needs, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
     """Adds advantages and loss masks (B, T). Estimators, corrections and masks see the rows of all ranks."""
-    t = gather_columns(batch, *setup.advantage_columns(args, correction))
+    rows = gather_rows(batch, needs.columns)
     metrics: dict[str, Metric] = {}
-    masks = core_algos.LossMasks(t["response_mask"])  # .loss_mask, .denominator_mask and .valid_mask (B, T)
-    if correction:
+    masks = core_algos.LossMasks(rows["response_mask"])  # .loss_mask, .denominator_mask and .valid_mask (B, T)
+    if needs.correction:
         weights, accepted, metrics = core_algos.compute_rollout_correction(
-            t["old_log_probs"], t["rollout_log_probs"], masks.loss_mask, **correction
+            rows["old_log_probs"], rows["rollout_log_probs"], masks.loss_mask, **needs.correction
         )
         masks.drop(~accepted, "rollout_correction", out_of_group=True)
         if weights is not None:
-            t["rollout_is_weights"] = weights
-    rewards, valid_mask = t["token_level_scores"], masks.valid_mask
+            rows["rollout_is_weights"] = weights
+    rewards, valid_mask = rows["token_level_scores"], masks.valid_mask
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator or "k1", valid_mask)
+        kl = core_algos.kl_penalty(rows["old_log_probs"], rows["ref_log_prob"], args.kl_estimator or "k1", valid_mask)
         rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
         kl_control.update(mean_kl, len(valid_mask))
-    t["token_level_rewards"] = rewards
-    t["advantages"], t["returns"] = gae_advantages(args, rewards, t["values"], valid_mask)
-    metrics["critic/explained_variance"] = core_algos.explained_variance(t["values"], t["returns"], valid_mask)
+    rows["token_level_rewards"] = rewards
+    rows["advantages"], rows["returns"] = gae_advantages(args, rewards, rows["values"], valid_mask)
+    metrics["critic/explained_variance"] = core_algos.explained_variance(rows["values"], rows["returns"], valid_mask)
     if token_masks := args.token_masks.settings(args.loss):
         seed = args.run.seed * 2**20 + step
-        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": masks.loss_mask}, seed=seed)
-        masks.drop(~t.pop("token_mask", masks.loss_mask), "token_masks")
-    batch.add_rows_of(t | masks.columns())
+        rows |= core_algos.compute_token_masks(token_masks, rows | {"response_mask": masks.loss_mask}, seed=seed)
+        masks.drop(~rows.pop("token_mask", masks.loss_mask), "token_masks")
+    scatter_rows(batch, rows | masks.columns())
     return metrics | data_metrics(batch) | masks.dropped
 
 
@@ -206,15 +206,14 @@ def value_loss_of(args: Args, values: torch.Tensor, t, live_tokens: float, live_
 @timed("update")
 def update(
     args: Args, actor: Policy, critic: Critic, batch: DataProto, sizes: shared.Sizes, entropy_coef: float, warm_up: bool
-) -> dict[str, Metric]:
-    """update_epochs x num_mini_batches optimizer steps, of the critic alone in its warm-up."""
+) -> tuple[dict, list]:
+    """update_epochs x num_mini_batches optimizer steps, of the critic alone in its warm-up. Returns as in grpo.py."""
     metrics: dict[str, Metric] = {}
-    if not warm_up:
-        batch.batch.update({k: torch.zeros_like(batch.batch["rollout_log_probs"]) for k in ("log_probs", "entropy")})
+    outputs = []  # (rows, log_probs, entropy) of each micro-batch
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
         global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
         live_tokens, live_rows = global_counts(mini_batch.batch["valid_mask"])  # a rejected row has no return
-        for micro, rows in micro_batches(mini_batch, actor, critic):
+        for micro in micro_batches(mini_batch, actor, critic):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             value_loss, value_metrics = value_loss_of(args, critic.values(micro), t, live_tokens, live_rows)
             critic.backward(value_loss)
@@ -223,8 +222,7 @@ def update(
             if warm_up:
                 continue
             log_probs, entropy, *outside_top_p = actor.log_probs(micro)
-            mini_batch.batch["log_probs"][rows] = log_probs.detach()  # a view of batch, for run.save_rollouts
-            mini_batch.batch["entropy"][rows] = entropy.detach()
+            outputs.append((t["row"], log_probs.detach(), entropy.detach()))
             old_log_probs = t.get("old_log_probs", log_probs.detach())  # on policy the ratio is 1
             losses, token_metrics = policy_loss(args, log_probs, old_log_probs, t)
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
@@ -254,36 +252,29 @@ def update(
         add_metrics(metrics, critic.step())
         if not warm_up:
             add_metrics(metrics, actor.step())
-    return metrics
+    return metrics, outputs
 
 
 def main(args: Args) -> None:
     # ---- set-up: errors in flags and data are found before a model loads or a file is written
-    world = setup.join(args)  # returns on the ranks that train
-    sizes = shared.step_sizes(args, shared.training_ranks(args))
-    correction = setup.check_algorithm(args, world.device)
-    needed_log_probs = setup.needed_log_probs(args, sizes, correction)
+    world, needs, inputs = setup.start(args)  # returns on the ranks that train
     kl_control = setup.make_kl_control(args)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
-    inputs = setup.load_inputs(args)
-    if world.rank == 0:
-        print(setup.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
-    setup.check_memory(args, sizes, world)
-    effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
-    run = open_run(args, world, __file__, effective)  # its folder, its logs, the checkpoint to resume from
+    run = open_run(args, world, __file__, needs.effective)  # its folder, its logs, the checkpoint to resume from
 
-    factory = setup.make_model_factory(args, world, sizes)
+    factory = setup.ModelFactory(args, needs, world)
     o = args.optimizer
     make_optimizer = partial(torch.optim.AdamW, lr=args.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
+    lr_schedule = partial(setup.lr_factor, o, needs.sizes.updates_per_step, total_steps=args.run.total_steps)
     # PPO: the policy's schedule begins after the critic's warm-up
-    own_steps = args.run.total_steps - args.critic_warmup_steps
-    actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, own_steps)
+    own_schedule = partial(lr_schedule, total_steps=args.run.total_steps - args.critic_warmup_steps)
+    actor = factory.policy("actor", args.model.model, make_optimizer, own_schedule)
     critic_path, critic_optimizer = args.critic_model or args.model.model, partial(make_optimizer, lr=args.critic_lr)
-    critic = setup.load_value_model(factory, "critic", critic_path, critic_optimizer, args.run.total_steps)
-    ref = setup.load_reference(factory, actor) if args.kl_coef else None
-    rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
+    critic = factory.critic("critic", critic_path, critic_optimizer, lr_schedule)
+    ref = factory.reference(actor) if args.kl_coef else None
+    rollouts = setup.make_rollouts(args, actor, inputs, needs.sizes, run)
     rewards, validate = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
     models = {"actor": actor, "critic": critic}
     stateful = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
@@ -305,8 +296,8 @@ def main(args: Args) -> None:
         actor.check_rows(batch)
         if args.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif needed_log_probs:
-            batch.batch.update(actor.batched_log_probs(batch, needed_log_probs))
+        elif needs.log_probs:
+            batch.batch.update(actor.batched_log_probs(batch, needs.log_probs))
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         batch.batch["values"] = critic.batched_values(batch)  # PPO: V_old (B, T)
@@ -314,22 +305,22 @@ def main(args: Args) -> None:
         rollouts.record_scores(batch)
 
         # ---- 4 advantages
-        metrics += [imbalance, add_advantages(args, batch, correction, kl_control, step)]
+        metrics += [imbalance, add_advantages(args, batch, needs, kl_control, step)]
         run.record(batch)
 
         # ---- 5 update
         warm_up = step <= args.critic_warmup_steps
-        metrics += [update(args, actor, critic, batch, sizes, entropy_control.value, warm_up)]
+        updated, outputs = update(args, actor, critic, batch, needs.sizes, entropy_control.value, warm_up)
 
         # ---- 6 log
-        metrics += [row_metrics(batch), extra_metrics(extras), failures, agent_metrics(batch)]
+        metrics += [updated, row_metrics(batch), extra_metrics(extras), failures, agent_metrics(batch)]
         metrics += [rollouts.metrics(batch, step), {"actor/entropy_coef": entropy_control.value}]
         logged = run.log(step, metrics)
         if "actor/entropy" in logged:  # missing in a step without a trained token
             entropy_control.update(logged["actor/entropy"])
 
         # ---- 7 validate and save
-        run.save_rollouts(step, batch, inputs.tokenizer)
+        run.save_rollouts(step, batch, outputs, inputs.tokenizer)
         if run.validates(step):
             run.tracker.log(validate(actor, step), step)
         run.save(step, models, stateful)

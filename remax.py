@@ -94,7 +94,7 @@ if __name__ == "__main__":  # before the slow imports, so that --help and errors
 import torch
 
 from lib import core_algos, setup
-from lib.data import gather_columns
+from lib.data import gather_rows, scatter_rows
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
@@ -130,47 +130,46 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
 
 @timed("advantages")
 def add_advantages(
-    args: Args, batch: DataProto, correction: dict, kl_control: core_algos.AdaptiveKLController, step: int
+    args: Args, batch: DataProto, needs: setup.Needs, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
     """Adds advantages and loss masks (B, T). Estimators, corrections and masks see the rows of all ranks."""
-    t = gather_columns(batch, *setup.advantage_columns(args, correction))
+    rows = gather_rows(batch, needs.columns)
     metrics: dict[str, Metric] = {}
-    masks = core_algos.LossMasks(t["response_mask"])  # .loss_mask, .denominator_mask and .valid_mask (B, T)
-    if correction:
+    masks = core_algos.LossMasks(rows["response_mask"])  # .loss_mask, .denominator_mask and .valid_mask (B, T)
+    if needs.correction:
         weights, accepted, metrics = core_algos.compute_rollout_correction(
-            t["old_log_probs"], t["rollout_log_probs"], masks.loss_mask, **correction
+            rows["old_log_probs"], rows["rollout_log_probs"], masks.loss_mask, **needs.correction
         )
         masks.drop(~accepted, "rollout_correction", out_of_group=True)
         if weights is not None:
-            t["rollout_is_weights"] = weights
-    rewards, valid_mask = t["token_level_scores"], masks.valid_mask
+            rows["rollout_is_weights"] = weights
+    rewards, valid_mask = rows["token_level_scores"], masks.valid_mask
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = core_algos.kl_penalty(t["old_log_probs"], t["ref_log_prob"], args.kl_estimator or "k1", valid_mask)
+        kl = core_algos.kl_penalty(rows["old_log_probs"], rows["ref_log_prob"], args.kl_estimator or "k1", valid_mask)
         rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
         kl_control.update(mean_kl, len(valid_mask))
-    t["token_level_rewards"] = rewards
-    t["advantages"], t["returns"] = remax_advantages(rewards, t["reward_baselines"], valid_mask)
+    rows["token_level_rewards"] = rewards
+    rows["advantages"], rows["returns"] = remax_advantages(rewards, rows["reward_baselines"], valid_mask)
     if token_masks := args.token_masks.settings(args.loss):
         seed = args.run.seed * 2**20 + step
-        t |= core_algos.compute_token_masks(token_masks, t | {"response_mask": masks.loss_mask}, seed=seed)
-        masks.drop(~t.pop("token_mask", masks.loss_mask), "token_masks")
-    batch.add_rows_of(t | masks.columns())
+        rows |= core_algos.compute_token_masks(token_masks, rows | {"response_mask": masks.loss_mask}, seed=seed)
+        masks.drop(~rows.pop("token_mask", masks.loss_mask), "token_masks")
+    scatter_rows(batch, rows | masks.columns())
     return metrics | data_metrics(batch) | masks.dropped
 
 
 @timed("update")
-def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, entropy_coef: float) -> dict[str, Metric]:
-    """update_epochs x num_mini_batches optimizer steps."""
+def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, entropy_coef: float) -> tuple[dict, list]:
+    """update_epochs x num_mini_batches optimizer steps. Returns metrics, and what run.save_rollouts takes."""
     metrics: dict[str, Metric] = {}
-    batch.batch.update({name: torch.zeros_like(batch.batch["rollout_log_probs"]) for name in ("log_probs", "entropy")})
+    outputs = []  # (rows, log_probs, entropy) of each micro-batch
     for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
         global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
-        for micro, rows in micro_batches(mini_batch, actor):
+        for micro in micro_batches(mini_batch, actor):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             log_probs, entropy, *outside_top_p = actor.log_probs(micro)
-            mini_batch.batch["log_probs"][rows] = log_probs.detach()  # a view of batch, for run.save_rollouts
-            mini_batch.batch["entropy"][rows] = entropy.detach()
+            outputs.append((t["row"], log_probs.detach(), entropy.detach()))
             old_log_probs = t.get("old_log_probs", log_probs.detach())  # on policy the ratio is 1
             losses, token_metrics = policy_loss(args, log_probs, old_log_probs, t)
             token_metrics |= {"actor/pg_loss": losses.detach(), "actor/entropy": entropy.detach()}
@@ -198,32 +197,25 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
                 fresh = mask * t["is_fresh"][:, None]
                 add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], fresh, *outside_top_p))
         add_metrics(metrics, actor.step())
-    return metrics
+    return metrics, outputs
 
 
 def main(args: Args) -> None:
     # ---- set-up: errors in flags and data are found before a model loads or a file is written
-    world = setup.join(args)  # returns on the ranks that train
-    sizes = shared.step_sizes(args, shared.training_ranks(args))
-    correction = setup.check_algorithm(args, world.device)
-    needed_log_probs = setup.needed_log_probs(args, sizes, correction)
+    world, needs, inputs = setup.start(args)  # returns on the ranks that train
     kl_control = setup.make_kl_control(args)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
-    inputs = setup.load_inputs(args)
-    if world.rank == 0:
-        print(setup.describe(args, sizes, world, inputs), flush=True)
     if args.run.dry_run:
         return
-    setup.check_memory(args, sizes, world)
-    effective = setup.effective_settings(args, world.device, correction, needed_log_probs)
-    run = open_run(args, world, __file__, effective)  # its folder, its logs, the checkpoint to resume from
+    run = open_run(args, world, __file__, needs.effective)  # its folder, its logs, the checkpoint to resume from
 
-    factory = setup.make_model_factory(args, world, sizes)
+    factory = setup.ModelFactory(args, needs, world)
     o = args.optimizer
     make_optimizer = partial(torch.optim.AdamW, lr=args.lr, betas=o.adam_betas, weight_decay=o.weight_decay, fused=True)
-    actor = setup.load_policy(factory, "actor", args.model.model, make_optimizer, args.run.total_steps)
-    ref = setup.load_reference(factory, actor) if args.kl_coef else None
-    rollouts = setup.make_rollouts(args, actor, inputs, sizes, run)
+    lr_schedule = partial(setup.lr_factor, o, needs.sizes.updates_per_step, total_steps=args.run.total_steps)
+    actor = factory.policy("actor", args.model.model, make_optimizer, lr_schedule)
+    ref = factory.reference(actor) if args.kl_coef else None
+    rollouts = setup.make_rollouts(args, actor, inputs, needs.sizes, run)
     rewards, validate = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
     models = {"actor": actor}
     stateful = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
@@ -247,8 +239,8 @@ def main(args: Args) -> None:
         actor.check_rows(batch)
         if args.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif needed_log_probs:
-            batch.batch.update(actor.batched_log_probs(batch, needed_log_probs))
+        elif needs.log_probs:
+            batch.batch.update(actor.batched_log_probs(batch, needs.log_probs))
         if ref is not None:
             batch.batch["ref_log_prob"] = ref.batched_log_probs(batch)
         extras, failures = pending.add_to(batch)  # token_level_scores (B, T)
@@ -262,14 +254,14 @@ def main(args: Args) -> None:
         add_metrics(failures, greedy_failures)
 
         # ---- 4 advantages
-        metrics += [imbalance, add_advantages(args, batch, correction, kl_control, step)]
+        metrics += [imbalance, add_advantages(args, batch, needs, kl_control, step)]
         run.record(batch)
 
         # ---- 5 update
-        metrics += [update(args, actor, batch, sizes, entropy_control.value)]
+        updated, outputs = update(args, actor, batch, needs.sizes, entropy_control.value)
 
         # ---- 6 log
-        metrics += [row_metrics(batch, greedy), extra_metrics(extras), failures, agent_metrics(batch)]
+        metrics += [updated, row_metrics(batch, greedy), extra_metrics(extras), failures, agent_metrics(batch)]
         rows_with_baseline = int(has_baseline.sum())  # REMAX:
         baseline = {
             "reward/baseline": Mean(baselines[has_baseline].sum().item(), rows_with_baseline),
@@ -281,7 +273,7 @@ def main(args: Args) -> None:
             entropy_control.update(logged["actor/entropy"])
 
         # ---- 7 validate and save
-        run.save_rollouts(step, batch, inputs.tokenizer)
+        run.save_rollouts(step, batch, outputs, inputs.tokenizer)
         if run.validates(step):
             run.tracker.log(validate(actor, step), step)
         run.save(step, models, stateful)

@@ -44,7 +44,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("data_row", "B", "int", "number of the row, with --prompt-sampling", "record_scores"),
     ),
     "lib/rollout/stream.py: _batch_of": (
-        Column("uid", "B", "str", "step-number of the prompt", "gather_columns", saved="group, sample"),
+        Column("uid", "B", "str", "step-number of the prompt", "gather_rows", saved="group, sample"),
     ),
     "lib/rollout/engine.py: add_responses": (
         Column("prompts", "B, P", "int64", "tokens, left-padded", "samples", saved="prompt_ids: int32"),
@@ -103,6 +103,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("truncated", "B", "bool", "cut off by the limit", "overlong filtering", "always"),
     ),
     "grpo.py: add_advantages": (
+        Column("row", "B", "int64", "number of the row, over all ranks", "samples"),
         Column("group", "B", "int64", "number of the uid, over all ranks", "advantages"),
         Column("rollout_is_weights", "B, T", "float32", "weights of the rollout correction", "update, advantages"),
         Column("token_level_rewards", "B, T", "float32", "scores, minus the KL in the reward", "advantages"),
@@ -116,7 +117,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     ),
     "lib/data/micro_batches.py: prepare_dynamic_batch": (
     ),
-    "grpo.py: update": (
+    "lib/log/rollouts.py: add_outputs": (
         Column("log_probs", "B, T", "float32", "log-probs in the last pass of the update", "samples", saved=": float"),
         Column("entropy", "B, T", "float32", "entropy in the last pass of the update", "samples", saved=": float"),
     ),
@@ -136,8 +137,8 @@ What happens to a column:
 - **Balance, micro-batches, recording**: all columns go with their rows.
 - **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) on the right, and (B, L) on both sides.
 - **Gathered**: `add_advantages` sees the rows of all ranks. "always": where the batch has the column; "if read": where
-  the estimator, correction, masks or KL of the run declare it ([`def advantage_columns(`](../lib/setup/algorithm.py));
-  a script names its own: `gather_columns(batch, ..., "my_column")`.
+  the estimator, correction, masks or KL of the run declare it ([`def gathered_columns(`](../lib/setup/needs.py));
+  a script names its own: `gather_rows(batch, [..., "my_column"])`.
 - **Saved**: the columns of `runs/NAME/rollouts/*.parquet` that are made of it
   ([`def write_rollouts(`](../lib/log/rollouts.py)).
 

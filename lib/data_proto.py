@@ -392,12 +392,6 @@ class DataProto:
             message = f"{filepath}: not a file of DataProto.save_to_disk, or damaged ({e}); write it anew"
             raise InputError(message) from e
 
-    def add_rows_of(self, whole: dict) -> None:
-        """Add this rank's rows of `whole`, tensors over the rows of all ranks in all_gather's order."""
-        first = dist.get_rank() * len(self)
-        # copies: views would keep the rows of all ranks in memory
-        self.batch.update({key: x[first : first + len(self)].clone() for key, x in whole.items()})
-
     def all_gather(self, group=None) -> "DataProto":
         """The rows of all ranks of `group`, in the order of ranks, on every rank. Ranks may have different numbers of
         rows; one without rows may lack the keys too. Each rank keeps its own meta_info. A collective."""

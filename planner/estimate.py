@@ -21,7 +21,7 @@ from lib.distributed import (
 )
 from lib.log.throughput import PEAK_TFLOPS, peak_tflops
 from lib.model.flops import flops_of
-from lib.setup import Inputs, advantage_columns, check_algorithm, get_compute_dtype, needed_log_probs
+from lib.setup import Inputs, gathered_columns, get_compute_dtype, log_probs_before_update, rollout_correction
 from planner.memory import GIB, Moments, estimate_memory, fits, kv_bytes_per_token, memory_table, meta_model
 from planner.plan import EngineRates, Split, plan_table, predict, read_lengths
 from planner.roofline import Speed
@@ -79,7 +79,8 @@ def gpu_here() -> Gpu:
 
 def log_prob_passes(args: ScriptArgs, sizes: Sizes) -> int:
     """Forward passes with the policy or its reference before the update, on a GPU."""
-    needed = needed_log_probs(args, sizes, check_algorithm(args, ESTIMATED))
+    correction = rollout_correction(args, get_compute_dtype(args.model.compute_dtype, ESTIMATED))
+    needed = log_probs_before_update(args, sizes, correction)
     return bool(needed) + (args.kl_coef > 0)
 
 
@@ -149,7 +150,8 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
 
 def gathered_bytes_per_token(args: ScriptArgs) -> int:
     """At most, of a response token: its gathered columns, and those that add_advantages writes."""
-    read = advantage_columns(args, check_algorithm(args, ESTIMATED))
+    correction = rollout_correction(args, get_compute_dtype(args.model.compute_dtype, ESTIMATED))
+    read = gathered_columns(args, correction)
     gathered = [column for name, column in COLUMNS.items() if name in read or column.gathered == "always"]
     columns = [*gathered, *TABLE["grpo.py: add_advantages"]]
     return sum(getattr(torch, column.dtype).itemsize for column in columns if column.width == "T")

@@ -141,7 +141,7 @@ class _Step:
     def stands_in(self, script: Any) -> Iterator[None]:
         step, begin, backward, update = self, TrainedModel.begin_update, TrainedModel.backward, TrainedModel.step
         shard_model, after_backward, of_logits = (
-            setup.factory.shard_model,
+            setup.models.shard_model,
             UpdateChecks.after_backward,
             log_probs.with_logits,
         )
@@ -181,30 +181,15 @@ class _Step:
         with (
             ExitStack() as self.exit,
             replaced(
-                (setup, "join", lambda _: step.world),
-                (
-                    setup.algorithm,
-                    "get_compute_dtype",
-                    lambda name, _: getattr(torch, "bfloat16" if name == "auto" else name),
-                ),
-                (
-                    setup.factory,
-                    "get_compute_dtype",
-                    lambda name, _: getattr(torch, "bfloat16" if name == "auto" else name),
-                ),
-                (setup.algorithm, "get_attention", attention_of_h100),
-                (setup.factory, "get_attention", attention_of_h100),
-                (setup, "load_inputs", lambda _: step.inputs),
-                (setup, "describe", lambda *_: ""),
-                (setup, "check_memory", lambda *_: None),
+                (setup, "start", lambda args: (step.world, setup.check(args, step.device, step.sizes), step.inputs)),
+                (setup.needs, "has_flash_attention", lambda _, dtype: dtype != torch.float32),  # as on an H100
                 (script, "open_run", lambda *_, **__: _Run(step)),
                 (setup, "make_rollouts", lambda *_: _Rollouts(step)),
                 (setup, "make_rewards_and_validation", lambda *_: (_Rewards(step), None)),
                 (load, "_meta_model", model_without_weights),
                 (models, "compile_layers", lambda _: None),
                 *self.liger_kernels(),
-                (setup.factory, "shard_model", shard),
-                (setup.rollouts, "shard_model", shard),
+                (setup.models, "shard_model", shard),
                 (RowIsolationCheck, "checked", True),
                 (TrainedModel, "begin_update", begun),
                 (TrainedModel, "backward", traced_backward),
@@ -320,13 +305,6 @@ def model_without_weights(auto_class: Any, path: str, config: Any, **options: An
         model = auto_class.from_config(config, **options)
     model.tie_weights()
     return model, set()
-
-
-def attention_of_h100(name: str, dtype: torch.dtype, device: torch.device, path: str, **trust: bool) -> str:
-    """What get_attention says there."""
-    if name != "auto":
-        return name
-    return "varlen" if dtype != torch.float32 and load.takes_varlen(path, **trust) else "packed_sdpa"
 
 
 class _Rollouts(Rollouts):

@@ -8,13 +8,13 @@ import torch
 import grpo
 from lib.columns import COLUMNS, Column, page
 from lib.core_algos import ADV_TENSORS, LOSS_TENSORS, TOKEN_MASKS
-from lib.data import gather_columns
+from lib.data import gather_rows
 from lib.data_proto import DataProto
 from lib.distributed import World
 from lib.log.rollouts import rollouts_table, taken_out
 from lib.model import load_tokenizer
 from lib.rollout import fit_columns
-from lib.setup import advantage_columns
+from lib.setup import gathered_columns
 from planner.estimate import gathered_bytes_per_token
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, parse_flags, ran, run_ranks
 from tests.log.test_rollouts import TOOLS, trained_batch
@@ -23,9 +23,11 @@ SAVE_BATCH = """
 from pathlib import Path
 import torch
 from lib.data import RLHFDataset as Rows
+from lib.log.rollouts import add_outputs
 from lib.run.run import Run
 
-def save(self, step, batch, tokenizer):
+def save(self, step, batch, outputs, tokenizer):
+    add_outputs(batch, outputs)
     kinds = {key: type(values[0]).__name__ for key, values in batch.non_tensor_batch.items()}
     torch.save((dict(batch.batch.items()), kinds), Path(__file__).with_name("batch.pt"))
 
@@ -72,12 +74,11 @@ def test_estimators_losses_and_masks_read_columns_of_the_table():
 def test_code_reads_columns_of_the_table():
     of_batch = re.compile(r'\b(?:batch|non_tensor_batch|micro|t)(?:\.get\(|\[)"(\w+)"')
     others = {"rank", "scores", "ratio"}  # of packing's exchange, a reward model's answers, the samples
-    files = [
-        *(p for room in ("lib", "agent", "planner") for p in (ROOT / room).rglob("*.py")),
-        *(ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")),
-    ]
+    scripts = [ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")]
+    files = [*scripts, *(p for room in ("lib", "agent", "planner") for p in (ROOT / room).rglob("*.py"))]
     for file in files:
-        unknown = {*of_batch.findall(file.read_text())} - {*COLUMNS} - others
+        text = file.read_text().replace("rows", "t") if file in scripts else file.read_text()
+        unknown = {*of_batch.findall(text)} - {*COLUMNS} - others
         assert not unknown, f"{file}: {unknown}: not in lib/columns.py"
 
 
@@ -94,14 +95,14 @@ READ = {  # what a run declares, besides the columns that are always gathered
 @pytest.mark.parametrize("flags", READ)
 def test_estimator_correction_masks_and_kl_declare_what_they_read(flags):
     args = parse_flags(grpo.Args, flags.split())
-    names = advantage_columns(args, args.rollout_correction.settings())
-    assert names == READ[flags].split()
+    names = gathered_columns(args, args.rollout_correction.settings())
+    assert [*names] == READ[flags].split()
     default = parse_flags(grpo.Args, [])
     assert gathered_bytes_per_token(args) == gathered_bytes_per_token(default) + 4 * len(names)
 
 
 def gathered(world: World, batch: DataProto, *names: str) -> dict[str, torch.Tensor]:
-    return gather_columns(batch[2 * world.rank : 2 * world.rank + 2], *names)
+    return gather_rows(batch[2 * world.rank : 2 * world.rank + 2], names)
 
 
 def test_only_columns_that_are_read_are_gathered():

@@ -131,9 +131,9 @@ class Lens:
         with mock.patch.multiple(self.script, **mine):
             yield
 
-    def _add_advantages(self, args, batch, correction, kl_control, step):
+    def _add_advantages(self, args, batch, needs, kl_control, step):
         self.step, self.before, self.kl_control = step, batch.select(), copy.deepcopy(kl_control)
-        return self.add_advantages(args, batch, correction, kl_control, step)
+        return self.add_advantages(args, batch, needs, kl_control, step)
 
     def _update(self, *args: Any, **more: Any):
         given = signature(self.update).bind(*args, **more).arguments
@@ -143,20 +143,21 @@ class Lens:
             name: self._batch_of(own, given["actor"], sizes).split(sizes.local_mini_batch_rows)
             for name, own in self.choices.items()
         }
-        metrics = self.update(**given)
+        result = self.update(**given)
         if self.step >= self.steps:
             raise _Replayed
-        return metrics
+        return result
 
     def _batch_of(self, args: Any, actor: Any, sizes: Any) -> DataProto:
         """The step's batch with the advantages and masks of these flags."""
-        batch, correction = self.before.select(), setup.check_algorithm(args, actor.world.device)
-        needed = setup.needed_log_probs(args, sizes, correction)
+        batch, needs = self.before.select(), setup.check(args, actor.world.device, sizes)
         if args.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif needed and (self.given["args"].old_log_probs == "rollout" or not {*needed} <= {*batch.batch.keys()}):
-            batch.batch.update(actor.batched_log_probs(batch, needed))
-        self.add_advantages(args, batch, correction, copy.deepcopy(self.kl_control), self.step)
+        elif needs.log_probs and (
+            self.given["args"].old_log_probs == "rollout" or not {*needs.log_probs} <= {*batch.batch.keys()}
+        ):
+            batch.batch.update(actor.batched_log_probs(batch, needs.log_probs))
+        self.add_advantages(args, batch, needs, copy.deepcopy(self.kl_control), self.step)
         return batch
 
     def _micro_batches(self, mini_batch: DataProto, *models: Any) -> Iterator:
@@ -164,9 +165,9 @@ class Lens:
             self._look(len(mini_batch))
             yield from self.micro_batches(mini_batch, *models)
             return
-        for micro, rows in self.micro_batches(mini_batch, *models):
-            self.probe.rows = rows
-            yield micro, rows
+        for micro in self.micro_batches(mini_batch, *models):
+            self.probe.rows = micro.batch["row"] - mini_batch.batch["row"][0]
+            yield micro
 
     def _look(self, rows: int) -> None:
         """The gradients of all choices at the weights of this update."""

@@ -250,8 +250,8 @@ class Step:
         if not dist.is_initialized():  # the script's collectives, in a group of one
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         self.script, self.task, self.reward = script, task, reward
-        self.args, self.correction = args_of(script, flags)
-        self.columns = setup.advantage_columns(self.args, self.correction)
+        self.args = args_of(script, flags)
+        self.needs = setup.check(self.args, torch.device("cpu"))
 
     def depends_on_others(self, batches: Batches) -> bool:
         """Whether a batch's advantages and masks would be others if more batches were passed with it, as those of an
@@ -263,7 +263,7 @@ class Step:
         return not all(
             torch.allclose(values.double(), alone.batch[name].double(), rtol=SAME, atol=SAME)
             for name, values in together.batch.items()
-            if name != "group"  # numbers
+            if name not in ("row", "group")  # numbers
         )
 
     def gradients(self, batches: Batches, alone: bool) -> Tensor:
@@ -305,7 +305,7 @@ class Step:
     def kinds(self, batch: DataProto, K: int) -> Tensor:
         """(K,): batches with the same number have equal columns, as far as add_advantages reads them."""
         always = {name for name, column in COLUMNS.items() if column.gathered == "always"}
-        read = sorted(always.union(self.columns) & {*batch.batch.keys()})
+        read = sorted(always.union(self.needs.columns) & {*batch.batch.keys()})
         seen = torch.cat([batch.batch[name].double().reshape(K, -1) for name in read], 1)
         return seen.unique(dim=0, return_inverse=True)[1]
 
@@ -327,8 +327,8 @@ class Step:
 
     def _add_advantages(self, batch: DataProto) -> None:
         free: Any = mock.patch.object(self.script, "data_metrics", lambda batch: {})  # slow, and changes nothing
-        with free, mock.patch.object(setup, "advantage_columns", lambda *_: self.columns):
-            self.script.add_advantages(self.args, batch, self.correction, setup.make_kl_control(self.args), 1)
+        with free:
+            self.script.add_advantages(self.args, batch, self.needs, setup.make_kl_control(self.args), 1)
 
     def _by_log_prob(self, rows: DataProto, batches: int) -> Tensor:
         """The gradient of each batch's own loss by the log-probs of its rows (B, T). All have the same counts."""
@@ -342,11 +342,10 @@ class Step:
 
 
 @cache  # it takes half a second
-def args_of(script: ModuleType, flags: str) -> tuple[Any, dict]:
-    """The script's Args and its rollout correction. Raises InputError."""
+def args_of(script: ModuleType, flags: str) -> Any:
+    """The script's Args. Raises InputError."""
     toy = ["--config", str(ROOT / "data/toy/preset.yaml"), "--num-mini-batches", "1", "--update-epochs", "1"]
-    args = parse_flags(script.Args, [*toy, *shlex.split(flags)])
-    return args, setup.check_algorithm(args, torch.device("cpu"))
+    return parse_flags(script.Args, [*toy, *shlex.split(flags)])
 
 
 def run_quietly(script: ModuleType, args: Any, end: type[Exception]) -> None:
@@ -366,7 +365,7 @@ def run_quietly(script: ModuleType, args: Any, end: type[Exception]) -> None:
 
 
 def _one_micro_batch(mini_batch: DataProto, *models: Any) -> list:
-    return [(mini_batch, torch.arange(len(mini_batch)))]
+    return [mini_batch]
 
 
 # ---------------------------------------------------------------------------------------- what is measured

@@ -7,8 +7,9 @@ from lib.data.balance import (
     count_patches,
     equal_widths,
     exchange_groups,
-    gather_columns,
+    gather_rows,
     pad_rows,
+    scatter_rows,
 )
 from lib.data.chat_template import check_template_kwargs, set_chat_template
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class

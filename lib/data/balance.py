@@ -1,6 +1,7 @@
 """Distributes rows over ranks by cost, so that no rank waits long for another."""
 
 import heapq
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -140,11 +141,21 @@ def longest_first(costs: list[float], parts: int) -> list[list[int]]:
     return lists
 
 
-def gather_columns(batch: DataProto, *names: str) -> dict[str, torch.Tensor]:
-    """The named columns, those that lib/columns.py always gathers, and `group` (B,) int64, of the rows of all ranks.
-    Rows with the same uid have the same number in `group`. The batch gets the widths of all ranks. A collective."""
+def gather_rows(batch: DataProto, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+    """The rows of all ranks: the named columns, those that lib/columns.py always gathers, and two numbers (B,) int64:
+    `row`, of the row, and `group`, of its uid. The batch gets the widths of all ranks. A collective."""
     equal_widths(batch)
     always = [name for name, column in COLUMNS.items() if column.gathered == "always" and name in batch.batch]
     whole = batch.select([*dict.fromkeys([*always, *names])], ["uid"]).all_gather()
     _, group = np.unique(whole.non_tensor_batch["uid"].astype(str), return_inverse=True)
-    return {**whole.batch, "group": torch.from_numpy(group).to(whole.batch["response_mask"].device)}
+    device = whole.batch["response_mask"].device
+    numbers = {"row": torch.arange(len(whole), device=device), "group": torch.from_numpy(group).to(device)}
+    return {**whole.batch, **numbers}
+
+
+def scatter_rows(batch: DataProto, rows: Mapping[str, torch.Tensor]) -> None:
+    """Adds this rank's rows of `rows`, columns of the rows of all ranks as gather_rows returns them, to the batch."""
+    first = dist.get_rank() * len(batch)
+    own = slice(first, first + len(batch))
+    # copies: views would keep the rows of all ranks in memory
+    batch.batch.update({name: column[own].clone() for name, column in rows.items()})

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
@@ -23,6 +24,9 @@ from lib.distributed import World
 from lib.log.disk import free_space
 from lib.log.prompt_images import keep_images, row_hashes
 from lib.log.tracking import prompt_texts, turns_of
+
+Outputs = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""(rows (b,), log_probs (b, T), entropy (b, T)) of each micro-batch of an update, in their order"""
 
 
 def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -> list[int]:
@@ -36,6 +40,18 @@ def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -
     share = len(groups) if wanted == "all" else max(0, -((world.rank - wanted) // world.size))
     first = sorted(groups, key=lambda uid: [int(number) for number in uid.split("-")])[:share]
     return [row for uid in first for row in groups[uid]]
+
+
+def add_outputs(batch: DataProto, outputs: Outputs) -> None:
+    """Adds log_probs and entropy (B, T) of the last pass of the update, unless there was none."""
+    if not outputs:
+        return
+    columns = {name: torch.zeros_like(batch.batch["rollout_log_probs"]) for name in ("log_probs", "entropy")}
+    first = batch.batch["row"][0]
+    for rows, log_probs, entropy in outputs:
+        columns["log_probs"][rows - first] = log_probs
+        columns["entropy"][rows - first] = entropy
+    batch.batch.update(columns)
 
 
 def taken_out(batch: DataProto, rows: list[int]) -> DataProto:

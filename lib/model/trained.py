@@ -257,15 +257,15 @@ class Reference(RowIsolationCheck):
             raise InputError("the reference's weights have changed: it must be a model that no optimizer trains")
 
 
-def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[tuple[DataProto, torch.Tensor]]:
-    """(micro-batch, the numbers (b,) of its rows in the mini-batch), equally many on every rank. The gradients of the
-    micro-batches add up, and are reduced over ranks after the last one (with reduce_each_micro_batch, after each)."""
+def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[DataProto]:
+    """Micro-batches, equally many on every rank. Their gradients add up, and are reduced over ranks after the last one
+    (with reduce_each_micro_batch, after each)."""
     for model in models:
         model.begin_update(mini_batch)
     first, modules = models[0], [model.module for model in models]
     f = first.forward
-    micros, rows = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
-    for i, (micro, own) in enumerate(zip(micros, rows, strict=True)):
+    micros, _ = prepare_dynamic_batch(mini_batch, f.micro_batch_tokens, row_group=f.row_group, **layout(*modules))
+    for i, micro in enumerate(micros):
         for module in modules:
             set_gradient_sync(module, first.reduce_each_micro_batch or i == len(micros) - 1)
-        yield micro, torch.tensor(own, dtype=torch.long).to(first.world.device, non_blocking=True)
+        yield micro

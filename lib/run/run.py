@@ -49,7 +49,7 @@ from lib.log.alerts import DROPPED
 from lib.log.disk import writes_to
 from lib.log.metrics import merge_metrics
 from lib.log.profiling import Profiler
-from lib.log.rollouts import kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
+from lib.log.rollouts import Outputs, add_outputs, kept_rows, rollout_file, rollout_files, taken_out, write_rollouts
 from lib.log.throughput import peak_tflops, throughput_metrics
 from lib.log.tracking import Tracker, read_rows
 from lib.model import TrainedModel
@@ -217,12 +217,13 @@ class Run:
             **_of_checkpoint(models),
         )
 
-    def save_rollouts(self, step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+    def save_rollouts(self, step: int, batch: DataProto, outputs: Outputs, tokenizer: PreTrainedTokenizerBase) -> None:
         """Keeps --save-rollouts groups of the step that was trained. Training goes on while they are written; the next
         call raises what went wrong."""
         if self._writing is not None:
             self._writing.result()
         if rows := kept_rows(batch.non_tensor_batch["uid"], self.args.save_rollouts, self.world):
+            add_outputs(batch, outputs)
             file, kept = rollout_file(self.folder, step, self.world.rank), taken_out(batch, rows)
             self.tracker.training_samples(kept, tokenizer, step)
             self._writing = self._writer.submit(write_rollouts, file, step, kept, tokenizer)
@@ -343,7 +344,7 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
     """Locks the run's folder, finds the checkpoint to resume from, opens its logs; before a model loads. A collective.
 
     `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
-    effective: the values of flags that were left to the run (setup.effective_settings), for config.json.
+    effective: the values of flags that were left to the run (setup.Needs.effective), for config.json.
 
     Raises InputError (on every rank) if another process has the folder, the folder holds steps that would be
     overwritten, there is no such checkpoint, it had other flags, or a tracker is missing or not logged in.

@@ -2,33 +2,21 @@
 wings (agent/, planner/), and imports them inside the function that a flag asks for."""
 # ruff: noqa: F401
 
-from lib.setup.algorithm import (
+from lib.setup.inputs import Inputs, check_template, load_inputs, load_vision
+from lib.setup.models import SMALLEST, USUAL_LR, ModelFactory, lr_factor, lr_note, use_cores
+from lib.setup.needs import (
     ON_CPU,
     ONLINE_FP8,
-    advantage_columns,
-    check_algorithm,
-    check_quantization,
-    effective_settings,
+    Needs,
+    check,
+    check_engine,
+    gathered_columns,
     get_attention,
     get_compute_dtype,
+    log_probs_before_update,
     make_kl_control,
-    needed_log_probs,
+    rollout_correction,
 )
-from lib.setup.factory import (
-    SMALLEST,
-    USUAL_LR,
-    MakeOptimizer,
-    ModelFactory,
-    load_frozen,
-    load_policy,
-    load_reference,
-    load_value_model,
-    lr_factor,
-    lr_note,
-    make_model_factory,
-    use_cores,
-)
-from lib.setup.inputs import Inputs, check_template, load_inputs, load_vision
+from lib.setup.ranks import choose_engine, join, start, use_batch_invariant_kernels
 from lib.setup.report import check_memory, describe
 from lib.setup.rollouts import make_rewards_and_validation, make_rollouts
-from lib.setup.start import choose_engine, join, use_batch_invariant_kernels

@@ -3,7 +3,7 @@ planner (planner/estimate.py and what it imports)."""
 
 from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
 from lib.distributed import World, advise_out_of_memory, on_first_rank, total_memory
-from lib.setup import Inputs
+from lib.setup.inputs import Inputs
 
 NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
 

@@ -5,24 +5,17 @@ from functools import partial
 
 import torch
 
-from lib import model as models
 from lib.args import ScriptArgs, Sizes, engine_rows
 from lib.cli.flags import parse_json
-from lib.data import (
-    make_loader,
-)
-from lib.distributed import (
-    make_mesh,
-    shard_model,
-)
+from lib.data import make_loader
 from lib.model import Policy
 from lib.reward.manager import RewardManager
 from lib.reward.scorers import Scorer
 from lib.reward.scores import RewardModel, Rewards
 from lib.rollout import Rollouts, make_engine
 from lib.run import Run, Validation
-from lib.setup.factory import ModelFactory, use_cores
 from lib.setup.inputs import Inputs
+from lib.setup.models import ModelFactory, use_cores
 
 
 def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
@@ -103,11 +96,7 @@ def make_rewards_and_validation(
     if reward.reward_model:
         reward_model = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
     if reward_model is not None and (args.validation.enabled or not run.recorder.replays):
-        dtype, trust = factory.forward.compute_dtype, {"trust_remote_code": factory.model.trust_remote_code}
-        module, tokenizer = models.load_reward_model(reward.reward_model, dtype=dtype, on_meta=True, **trust)
-        mesh = make_mesh(factory.world, factory.shard.dp_replicate_size)  # each rank runs its own rows
-        offload = "reward_model" in factory.shard.cpu_offload
-        reward_model.module, reward_model.tokenizer = shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
+        reward_model.module, reward_model.tokenizer = factory.reward_model(reward.reward_model)
 
     make_manager = partial(
         RewardManager,

@@ -176,7 +176,7 @@ def test_an_unusual_learning_rate_is_noted(lr, kind, parameters, noted):
 def test_a_run_says_what_it_trains_and_notes_its_learning_rates(tmp_path):
     """On two ranks, once; the model counts as large here."""
     (tmp_path / "large.py").write_text(
-        "import lib.setup\nfrom lib.data import RLHFDataset as Rows\nlib.setup.factory.SMALLEST = 1\n"
+        "import lib.setup\nfrom lib.data import RLHFDataset as Rows\nlib.setup.models.SMALLEST = 1\n"
     )
     small = SMALL[: SMALL.index("--train-files")]
     words = [*small, "--total-steps", "1", "--critic-lr", "1e-5", "--dataset-class", f"{tmp_path / 'large.py'}:Rows"]

@@ -6,6 +6,7 @@ import inspect
 from fnmatch import fnmatchcase
 from functools import cache
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -154,7 +155,9 @@ def outcome(args: dapo.Args) -> tuple[torch.Tensor, ...] | None:
     batch = DataProto.from_dict(dict(tensors), {"uid": uid})
     try:
         control = setup.make_kl_control(args)
-        dapo.add_advantages(args, batch, args.rollout_correction.settings(), control, 1)
+        correction = args.rollout_correction.settings()
+        needs = SimpleNamespace(correction=correction, columns=setup.gathered_columns(args, correction))
+        dapo.add_advantages(args, batch, needs, control, 1)
         beta, t = control.value, batch.batch  # after the controller's step
         several = args.num_mini_batches * args.update_epochs > 1
         log_probs = log_probs.clone().requires_grad_()

@@ -19,7 +19,7 @@ from lib import InputError
 from lib.data import (
     balance_groups,
     exchange_groups,
-    gather_columns,
+    gather_rows,
     prepare_dynamic_batch,
     prompt_groups,
     restore_dynamic_batch,
@@ -325,7 +325,7 @@ def joined(world) -> dict:
     batch.non_tensor_batch["uid"] = np.array([f"{world.rank}-{i // 2}" for i in range(6)], dtype=object)
     batch.batch["token_level_scores"] = batch.batch["response_mask"].float()
     before, scores = batch.batch["attention_mask"].sum(), batch.select()
-    t = gather_columns(scores)
+    t = gather_rows(scores)
     stub = SimpleNamespace(sizes=SimpleNamespace(num_mini_batches=1))
     module = load_model(TOY_MODEL)
     whole = Rollouts.all_gather(stub, batch.select())

@@ -19,6 +19,7 @@ from lib import setup
 from lib.args import step_sizes
 from lib.data import on_host, prepare_dynamic_batch
 from lib.distributed import reduce_metrics, shard_model
+from lib.log.rollouts import add_outputs
 from lib.model import load_tokenizer, micro_batches
 from lib.model.log_probs import ROW_TOLERANCE
 from lib.rollout.hf_engine import HFEngine
@@ -56,6 +57,7 @@ def rows(world):
     t.update({name: mask.bool() for name in ("loss_mask", "denominator_mask", "valid_mask")})
     t["policy_version"] = torch.zeros(len(mask), dtype=torch.long)
     t["is_fresh"] = t["policy_version"] == 0
+    t["row"] = torch.arange(len(mask))
     return batch.to(world.device)
 
 
@@ -107,14 +109,18 @@ def set_up(name, world, *flags):
     """(script, args, sizes, models)"""
     script = importlib.import_module(name)
     args = parsed(script, world.size, *flags)
-    sizes = step_sizes(args, world.size)
-    factory = setup.make_model_factory(args, world, sizes)
-    make_optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    with patch.object(setup.factory, "shard_model", placed), patch.object(setup.rollouts, "shard_model", placed):
-        models = [setup.load_policy(factory, "actor", args.model.model, make_optimizer, 10)]
+    factory = factory_of(args, world)
+    optimizing = partial(torch.optim.AdamW, lr=1e-3, fused=True), lambda update: 1.0
+    with patch.object(setup.models, "shard_model", placed):
+        models = [factory.policy("actor", args.model.model, *optimizing)]
         if name == "ppo":
-            models.append(setup.load_value_model(factory, "critic", args.model.model, make_optimizer, 10))
-    return script, args, sizes, models
+            models.append(factory.critic("critic", args.model.model, *optimizing))
+    return script, args, step_sizes(args, world.size), models
+
+
+def factory_of(args, world):
+    needs = setup.check(args, torch.device("cpu"), step_sizes(args, world.size))
+    return setup.ModelFactory(args, needs, world)
 
 
 def updated(name, world, *flags):
@@ -123,8 +129,9 @@ def updated(name, world, *flags):
     batch = rows(world)
     models[0].checks.on_policy = True  # as after check_rows
     events.clear()
-    metrics = script.update(args, *models, batch, sizes, 0.01, *[False] * (name == "ppo"))
+    metrics, outputs = script.update(args, *models, batch, sizes, 0.01, *[False] * (name == "ppo"))
     noted = list(events)
+    add_outputs(batch, outputs)
     results = reduce_metrics(metrics), batch.batch["log_probs"].cpu()
     events[:] = noted
     return results
@@ -167,7 +174,7 @@ def test_update(world, name, flags, more_waits):
         changes.enter_context(patch("lib.model.log_probs.CANDIDATES", 8))
         if "varlen" in flags:
             changes.enter_context(cpu_kernels())
-            changes.enter_context(patch("lib.setup.factory.get_attention", lambda *_, **__: "varlen"))
+            changes.enter_context(patch("lib.setup.models.get_attention", lambda *_, **__: "varlen"))
         compare(world, name, flags, more_waits)
     if "actor" not in flags:  # else weights come for each forward
         sources = [x for kind, *_, x in events if kind == "in" and x.numel()]
@@ -233,7 +240,7 @@ def test_images(here, kind, tmp_path):
         *_, [actor] = set_up("grpo", world, "--model", str(tmp_path), "--micro-batch-tokens", "200")
         batch = vision_batch(kind).to(world.device)
         events.clear()
-        for micro, _ in micro_batches(batch, actor):
+        for micro in micro_batches(batch, actor):
             log_probs, entropy = actor.log_probs(micro)
             actor.backward((log_probs - 0.1 * entropy).mean())
         metrics = actor.step()
@@ -246,11 +253,9 @@ def test_images(here, kind, tmp_path):
 
 def prepared(world, *flags):
     """PPO's models and a reference: (actor, critic, reference)."""
-    factories, make = [], setup.make_model_factory
-    with patch.object(setup, "make_model_factory", lambda *args: factories.append(make(*args)) or factories[0]):
-        *_, (actor, critic) = set_up("ppo", world, *flags)
-    with patch.object(setup.factory, "shard_model", placed), patch.object(setup.rollouts, "shard_model", placed):
-        return actor, critic, setup.load_reference(factories[0], actor)
+    _, args, _, (actor, critic) = set_up("ppo", world, *flags)
+    with patch.object(setup.models, "shard_model", placed):
+        return actor, critic, factory_of(args, world).reference(actor)
 
 
 @on_gpu
@@ -374,9 +379,8 @@ def test_a_whole_run(world, name, more, tmp_path):
             return sample(*args)
 
     with (
-        patch.object(setup, "join", lambda args: world),
-        patch.object(setup.factory, "shard_model", placed),
-        patch.object(setup.rollouts, "shard_model", placed),
+        patch.object(setup.ranks, "join", lambda args: world),
+        patch.object(setup.models, "shard_model", placed),
         patch.object(HFEngine, "_sample", in_any_thread),
         cpu_kernels(),
     ):

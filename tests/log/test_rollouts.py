@@ -281,7 +281,7 @@ def test_one_group_none_and_all(tmp_path):
         folder = tmp_path / str(wanted)
         folder.mkdir()
         run = run_in(folder, save_rollouts=wanted)
-        run.save_rollouts(1, trained_batch(), tokenizer)
+        run.save_rollouts(1, trained_batch(), [], tokenizer)
         run.close()
         files = [*(folder / "rollouts").glob("*")]
         assert files == ([] if groups is None else [folder / "rollouts/step_000001-rank_0.parquet"])
@@ -294,10 +294,10 @@ def test_a_full_disk_is_said_at_the_next_step_and_at_the_end(tmp_path):
     tokenizer = load_tokenizer(TOY_MODEL)
     run = run_in(tmp_path)
     with full_disk():
-        run.save_rollouts(1, trained_batch(), tokenizer)
+        run.save_rollouts(1, trained_batch(), [], tokenizer)
         message = "step_000001-rank_0.parquet: the step's samples could not be written: .* --save-rollouts 0"
         with pytest.raises(InputError, match=message) as raised:
-            run.save_rollouts(2, trained_batch(), tokenizer)
+            run.save_rollouts(2, trained_batch(), [], tokenizer)
     assert "GiB were free" in str(raised.value) and "\n" not in str(raised.value)
     with pytest.raises(InputError, match=message):
         run.close()
@@ -312,7 +312,7 @@ def test_a_run_that_ends_early_has_the_file_of_its_last_step(tmp_path, monkeypat
     write = run_module.write_rollouts
     monkeypatch.setattr(run_module, "write_rollouts", slow)
     run = run_in(tmp_path)
-    run.save_rollouts(1, trained_batch(), load_tokenizer(TOY_MODEL))
+    run.save_rollouts(1, trained_batch(), [], load_tokenizer(TOY_MODEL))
     run._end_early(interrupted=False)
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001-rank_0.parquet"]
 

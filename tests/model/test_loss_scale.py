@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 import grpo
 from lib import setup
-from lib.args import step_sizes
 from lib.distributed import full_tensor, init_distributed
 from lib.model.trained import LossScale
 from tests.common import parse_flags, rollout_batch
@@ -24,9 +23,9 @@ def world(monkeypatch):
 
 def policy(world, dtype: str):
     args = parse_flags(grpo.Args, ["--compute-dtype", dtype, "--lr", "0.01"])
-    factory = setup.make_model_factory(args, world, step_sizes(args, 1))
+    factory = setup.ModelFactory(args, setup.check(args, world.device), world)
     make_optimizer = partial(torch.optim.AdamW, lr=args.optimizer.lr, fused=True)
-    return setup.load_policy(factory, "actor", args.model.model, make_optimizer, 10)
+    return factory.policy("actor", args.model.model, make_optimizer, lambda update: 1.0)
 
 
 def train(actor, factor: float = 1.0) -> tuple[dict, torch.Tensor]:

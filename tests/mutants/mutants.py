@@ -165,7 +165,7 @@ MUTANTS = {
         "tile and repeat confused in the estimator's group ids",
         "group_ids",
         1,
-        plant("lib.data.balance:gather_columns", "return_inverse=True)", f"return_inverse=True)\n    {TILED}"),
+        plant("lib.data.balance:gather_rows", "return_inverse=True)", f"return_inverse=True)\n    {TILED}"),
     ),
     "uids_mixed": Mutant(
         "group ids mixed, in the batch",
@@ -238,7 +238,7 @@ MUTANTS = {
         "drop_last, or a range that ends one too early",
         "rows_not_seen",
         1,
-        plant("lib.model.trained:micro_batches", "zip(micros, rows, strict=True)", "zip(micros[:-1], rows)"),
+        plant("lib.model.trained:micro_batches", "enumerate(micros)", "enumerate(micros[:-1])"),
         SMALL_MICRO_BATCHES,
     ),
     "denominators_local": Mutant(
@@ -326,7 +326,7 @@ MUTANTS = {
         "the reference is the policy's own module, not a copy",
         "the reference's weights have changed",
         2,
-        plant("lib.setup.factory:load_reference", "if factory.model.lora_rank:", "if True:"),
+        plant("lib.setup.models:ModelFactory.reference", "if self.model.lora_rank:", "if True:"),
         ["--kl-coef", "0.001"],
     ),
     "critic_of_another_step": Mutant(
@@ -336,10 +336,10 @@ MUTANTS = {
         2,
         plant(
             "ppo:add_advantages",
-            't["advantages"], t["returns"] = gae_advantages(args, rewards, t["values"], valid_mask)',
-            't["advantages"], now = gae_advantages(args, rewards, t["values"], valid_mask)\n'
+            'rows["advantages"], rows["returns"] = gae_advantages(args, rewards, rows["values"], valid_mask)',
+            'rows["advantages"], now = gae_advantages(args, rewards, rows["values"], valid_mask)\n'
             '    before, args.returns = getattr(args, "returns", now), now\n'
-            '    t["returns"] = torch.nn.functional.pad(before, (0, now.shape[1] - before.shape[1]))',
+            '    rows["returns"] = torch.nn.functional.pad(before, (0, now.shape[1] - before.shape[1]))',
         ),
         script="ppo",
     ),

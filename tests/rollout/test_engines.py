@@ -137,12 +137,12 @@ def test_fp8_rollouts_need_a_correction(quantization, flags, why):
     args, device = parse_flags(grpo.Args, flags), torch.device("cpu")
     assert args.rollout.mismatch_limit == 0.1
     if not why:
-        setup.check_algorithm(args, device)
+        setup.check(args, device)
         return
     with pytest.raises(
         InputError, match=re.escape(f'--vllm-kwargs {{"quantization": "{quantization}"}}: ') + ".*" + re.escape(why)
     ):
-        setup.check_algorithm(args, device)
+        setup.check(args, device)
 
 
 @pytest.mark.parametrize("engine, why", [("hf", "the kernels are vLLM's"), ("http://h:1", "VLLM_BATCH_INVARIANT=1")])
@@ -157,8 +157,8 @@ def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
     with pytest.raises(InputError, match="--batch-invariant: vLLM has batch-invariant kernels for GPUs from"):
         setup.use_batch_invariant_kernels(torch.device("cpu"))
     assert "VLLM_BATCH_INVARIANT" not in os.environ
-    monkeypatch.setattr(setup.start, "has_flash_attention", lambda device, dtype: True)
-    monkeypatch.setattr(setup.algorithm, "has_flash_attention", lambda device, dtype: True)
+    monkeypatch.setattr(setup.ranks, "has_flash_attention", lambda device, dtype: True)
+    monkeypatch.setattr(setup.needs, "has_flash_attention", lambda device, dtype: True)
     with inductor.patch(batch_invariant=False):  # monkeypatch would hide the setting from later tests
         setup.use_batch_invariant_kernels(torch.device("meta"))
         assert os.environ.pop("VLLM_BATCH_INVARIANT") == "1" and inductor.batch_invariant
@@ -169,12 +169,12 @@ def test_lora_needs_no_correction_where_the_engine_gets_the_adapter():
     skip_without_vllm()
     flags = ["--rollout-engine", "vllm", "--lora-rank", "4", "--compute-dtype", "bfloat16", "--lora-sync"]
     ways = {
-        way: setup.check_algorithm(parse_flags(grpo.Args, [*flags, way]), torch.device("cpu"))
+        way: setup.check(parse_flags(grpo.Args, [*flags, way]), torch.device("cpu")).correction
         for way in ("auto", "adapter", "merged")
     }
     assert ways == {"auto": {"level": "token", "bounds": (0, 2)}, "adapter": {}, "merged": ways["auto"]}
     decoupled = parse_flags(grpo.Args, [*flags, "merged", "--loss", "decoupled"])
-    assert setup.check_algorithm(decoupled, torch.device("cpu")) == {}  # the loss has the weight already
+    assert setup.check(decoupled, torch.device("cpu")).correction == {}  # the loss has the weight already
     for wrong in (["--lora-rank", "4", "--rollout-engine", "hf"], ["--rollout-engine", "vllm"]):
         with pytest.raises(InputError, match="--lora-sync has no effect"):
             parse_flags(grpo.Args, [*wrong, "--lora-sync", "adapter"]).check()
@@ -262,7 +262,7 @@ def chosen(flags, device="cuda", refused=""):
     """(args, why) after the choice. refused: what vLLM says of the model."""
     args = parse_flags(grpo.Args, flags)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup.start, "vllm_refuses", lambda config, device: refused)
+        patch.setattr(setup.ranks, "vllm_refuses", lambda config, device: refused)
         why = setup.choose_engine(args, torch.device(device))
     check_flags(args)
     return args, why
@@ -274,7 +274,7 @@ def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
     assert args.rollout.starts_vllm and args.no_effect == ()
     sizes = step_sizes(args, 1)
     assert memory_of(args, sizes, 1, 2**36)["rollout"]["vLLM"] == 2**35
-    effective = setup.effective_settings(args, torch.device("cpu"), {}, ())
+    effective = setup.check(args, torch.device("cpu")).effective
     assert (effective["rollout_engine"], effective["gpu_memory_utilization"]) == ("vllm", 0.5)
     args, why = chosen([], refused="vLLM does not know NewForCausalLM")
     assert (args.rollout.engine, why) == ("hf", "because vLLM does not know NewForCausalLM")
@@ -322,20 +322,15 @@ def test_a_replay_has_the_engine_of_the_recorded_run(recorded, engine, tmp_path)
     for device in ("cpu", "cuda"):
         args, why = chosen(flags, device, refused="nobody asks")
         assert (args.rollout.engine, why) == (engine, "as recorded")
-        assert bool(setup.check_algorithm(args, torch.device("cpu"))) == (engine == "vllm")
+        assert bool(setup.check(args, torch.device("cpu")).correction) == (engine == "vllm")
 
 
 IMPORTS = """
 import sys
 import grpo
 from lib import setup
-from lib.args import step_sizes, training_ranks
 from lib.cli.flags import parse_flags
-args = parse_flags(grpo.Args, sys.argv[1:])
-world = setup.join(args)
-setup.check_algorithm(args, world.device)
-inputs = setup.load_inputs(args)
-print(setup.describe(args, step_sizes(args, training_ranks(args)), world, inputs))
+setup.start(parse_flags(grpo.Args, sys.argv[1:]))
 print("vllm" in sys.modules)
 """
 

@@ -28,7 +28,6 @@ import torch
 import grpo
 import lib.run.run as run_module
 from lib import InputError, setup
-from lib import args as shared
 from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, changed_flags, marked
 from lib.distributed import World
@@ -509,8 +508,7 @@ def test_config_json_says_what_takes_effect(tmp_path, capfd):
     def effective(**changed):
         for name, value in changed.items():
             setattr(args, name, value)
-        sizes, correction = shared.step_sizes(args, 1), setup.check_algorithm(args, cpu)
-        return setup.effective_settings(args, cpu, correction, setup.needed_log_probs(args, sizes, correction))
+        return setup.check(args, cpu).effective
 
     on_policy = {"rollout_engine": "hf", "compute_dtype": "float32", "attn_implementation": "packed_sdpa"}
     on_policy |= {"old_log_probs": "not needed"}

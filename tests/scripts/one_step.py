@@ -213,9 +213,11 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
         )
         return model
 
-    def load_policy(factory, name, path, make_optimizer, total_steps):
-        return trained(Policy, name)
-
+    factory = SimpleNamespace(
+        policy=lambda name, *_: trained(Policy, name),
+        critic=lambda name, *_: trained(Critic, name),
+        reference=lambda actor: Reference(modules["reference"], forward),
+    )
     model = StubRewardModel(args.reward.reward_model_coef) if args.reward.reward_model else None
     rewards = Rewards(StubScorers(), model, args.multi_turn.reward_coef)
     left_over = DataProto()
@@ -227,19 +229,11 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
     run, validate = StubRun(len(steps), left_over), SimpleNamespace(close=lambda: None)
     inputs = SimpleNamespace(tokenizer=None, processor=None)
     of_setup = {
-        "join": lambda args: world,
-        "load_inputs": lambda args: inputs,
-        "make_model_factory": lambda *_: None,
-        "load_policy": load_policy,
-        "load_value_model": lambda *_: trained(Critic, "critic"),
-        "load_reference": lambda *_: Reference(modules["reference"], forward),
+        "start": lambda args: (world, setup.check(args, world.device), inputs),
+        "ModelFactory": lambda *_: factory,
         "make_rollouts": lambda *_: StubRollouts(args, iter(steps)),
         "make_rewards_and_validation": lambda *_: (rewards, validate),
     }
-    of_setup |= {"describe": lambda *_: "", "check_memory": lambda *_: None}
-    with (
-        patch.multiple(setup, **of_setup),
-        patch.multiple(script, open_run=lambda *_: run, print=lambda *_, **__: None, create=True),
-    ):
+    with patch.multiple(setup, **of_setup), patch.object(script, "open_run", lambda *_: run):
         script.main(args)
     return run.logged, updates

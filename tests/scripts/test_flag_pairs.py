@@ -260,7 +260,7 @@ def parsed(script, case: dict[str, str]):
         set_field(args, group_of(script).get(field, ""), field, values_by_field(script)[tuple(given)])
     with patch.object(cli.tyro, "cli", lambda *_, **__: args):
         cli.parse_flags(script.Args, [*BASE, *(word for given in words for word in given)])
-    setup.check_algorithm(args, torch.device("cpu"))
+    setup.check(args, torch.device("cpu"))
     core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     return args
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import grpo
 import remax
 from lib import core_algos
-from lib.setup import check_algorithm
+from lib.setup import check
 from tests.common import (
     FORKSERVER,
     ROOT,
@@ -468,7 +468,7 @@ def test_the_importance_weight_is_in_the_gradient_once(loss, flags):
     pi_rollout, cap), or the correction has, unless it only measures. The clip is out of reach."""
     flags = ["--rollout-engine", "http://127.0.0.1:1", "--async-level", "1", "--loss", loss, *flags]
     args = parse_flags(grpo.Args, flags)
-    correction = check_algorithm(args, torch.device("cpu"))
+    correction = check(args, torch.device("cpu")).correction
     g = torch.Generator().manual_seed(0)
     old, drift, advantages = torch.randn(3, 4, 5, generator=g, dtype=torch.float64)
     new = (old + 0.01).requires_grad_()

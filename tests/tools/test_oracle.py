@@ -36,8 +36,7 @@ def step_of(task: Task, reward: float = 1.0, **flags) -> Step:
         setattr(step.args, name, value)
     for name, value in correction.items():
         setattr(step.args.rollout_correction, name, value)
-    step.correction = setup.check_algorithm(step.args, torch.device("cpu"))
-    step.columns = setup.advantage_columns(step.args, step.correction)
+    step.needs = setup.check(step.args, torch.device("cpu"))
     return step
 
 

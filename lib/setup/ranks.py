@@ -1,4 +1,4 @@
-"""A rank joins its job."""
+"""A rank joins its job, and checks all that it can before a model loads."""
 
 import os
 import sys
@@ -20,6 +20,21 @@ from lib.distributed import (
 from lib.rollout import vllm_refuses
 from lib.run.run_config import describe_start, read_json
 from lib.seeds import set_seed
+from lib.setup.inputs import Inputs, load_inputs
+from lib.setup.needs import Needs, check
+from lib.setup.report import check_memory, describe
+
+
+def start(args: ScriptArgs) -> tuple[World, Needs, Inputs]:
+    """Joins the job, checks flags, data and memory, and prints what it found. Raises InputError. See `join`."""
+    world = join(args)
+    needs = check(args, world.device)
+    inputs = load_inputs(args)
+    if world.rank == 0:
+        print(describe(args, needs.sizes, world, inputs), flush=True)
+    if not args.run.dry_run:
+        check_memory(args, needs.sizes, world)
+    return world, needs, inputs
 
 
 def join(args: ScriptArgs) -> World:

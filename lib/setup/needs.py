@@ -1,5 +1,6 @@
-"""What flags decide before data or a model loads: settings, columns, dtypes, attention."""
+"""What the flags of a run decide before data or a model loads: sizes, columns, correction, dtype, attention."""
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from lib import InputError, core_algos
 from lib import model as models
-from lib.args import Reads, ScriptArgs, Sizes
+from lib.args import Reads, ScriptArgs, Sizes, step_sizes, training_ranks
 from lib.cli.flags import non_default
 from lib.columns import COLUMNS
 from lib.distributed import has_flash_attention
@@ -15,6 +16,31 @@ from lib.rollout import engine_class
 
 ON_CPU = "fp8_per_channel"
 ONLINE_FP8 = ("fp8", "fp8_per_tensor", ON_CPU, "fp8_per_block")  # vLLM quantizes the 16-bit weights that it loads
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs, as its flags say (`check`)."""
+
+    sizes: Sizes
+    dtype: torch.dtype  # in which models compute
+    correction: dict[str, Any]  # keywords of compute_rollout_correction; {}: no correction
+    columns: tuple[str, ...]  # that add_advantages reads besides those that are always gathered
+    log_probs: tuple[str, ...]  # columns of the policy's pass before the update; (): no pass
+    effective: dict[str, Any]
+    """{flag: value} of flags that are left to the run (auto, None), for config.json"""
+
+
+def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) -> Needs:
+    """Raises InputError for sizes, names and hyper-parameters that do not fit. sizes: None: those of this job."""
+    sizes = sizes or step_sizes(args, training_ranks(args))
+    dtype = get_compute_dtype(args.model.compute_dtype, device)
+    correction = rollout_correction(args, dtype)
+    check_algorithm(args, correction)
+    check_engine(args, device, dtype, correction)
+    log_probs = log_probs_before_update(args, sizes, correction)
+    effective = effective_settings(args, device, dtype, correction, log_probs)
+    return Needs(sizes, dtype, correction, gathered_columns(args, correction), log_probs, effective)
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -40,32 +66,42 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device, path: str
     return "varlen" if runs else "packed_sdpa"
 
 
-def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
-    """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError. Returns the
-    settings of the rollout correction, which may be its default; {} means no correction."""
+def loss_corrects(args: ScriptArgs) -> bool:
+    """Whether the loss itself accounts for the difference between engine and trainer."""
+    _, read_by_update = Reads(args).columns()
+    return args.old_log_probs == "rollout" or "rollout_log_probs" in read_by_update
+
+
+def rollout_correction(args: ScriptArgs, dtype: torch.dtype) -> dict[str, Any]:
+    """The settings of the rollout correction, which may be its default; {} means no correction."""
+    correction = args.rollout_correction.settings()
+    merged = args.model.lora_rank > 0 and not engine_class(args.rollout.engine).shares_weights
+    merged &= args.rollout.lora_sync != "adapter"
+    rounded = merged and dtype != torch.float32  # the engine gets W + dW, which 16 bits may round to W
+    if (args.rollout.async_level or rounded) and not loss_corrects(args):
+        return correction or {"level": "token", "bounds": (0, 2)}
+    return correction
+
+
+def check_algorithm(args: ScriptArgs, correction: dict) -> None:
+    """Raises InputError for names and hyper-parameters of the estimator, loss, masks and correction."""
     if args.adv_estimator:
         settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
         core_algos.get_adv_estimator_fn(args.adv_estimator, settings)
     core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
     core_algos.check_token_masks(args.token_masks.settings(args.loss))
-    correction = args.rollout_correction.settings()
-    merged = args.model.lora_rank > 0 and not engine_class(args.rollout.engine).shares_weights
-    merged &= args.rollout.lora_sync != "adapter"
-    # the engine gets W + dW, which 16 bits may round to W
-    rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
-    loss_corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in Reads(args).columns()[1]
-    if (args.rollout.async_level or rounded) and not loss_corrects:
-        correction = correction or {"level": "token", "bounds": (0, 2)}
     if correction:
         core_algos.get_rollout_correction_fn(correction)
+
+
+def check_engine(args: ScriptArgs, device: torch.device, dtype: torch.dtype, correction: dict) -> None:
+    """Raises InputError for what vLLM cannot do on this device, or with which it samples uncorrected."""
     if args.rollout.quantization:
-        corrected = bool(correction) or loss_corrects or args.validation.val_only
-        dtype = get_compute_dtype(args.model.compute_dtype, device)
+        corrected = bool(correction) or loss_corrects(args) or args.validation.val_only
         check_quantization(args.rollout.quantization, dtype, device, corrected)
     if args.model.routing_replay == "R3" and args.rollout.starts_vllm and device.type == "cpu" and not args.run.dry_run:
         why = "on a CPU vLLM does not return the experts"
         raise InputError(f"--routing-replay R3 with --rollout-engine vllm: {why}: take --rollout-engine hf, or R2")
-    return correction
 
 
 def check_quantization(name: str, dtype: torch.dtype, device: torch.device, corrected: bool) -> None:
@@ -84,8 +120,8 @@ def check_quantization(name: str, dtype: torch.dtype, device: torch.device, corr
         raise InputError(f"{flag}: the engine samples from other probabilities than the loss assumes: {fix}")
 
 
-def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
-    """What must be computed with the policy before the update: old_log_probs and entropys, and for some estimators
+def log_probs_before_update(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
+    """What a pass with the policy before the update computes: old_log_probs and entropys, and for some estimators
     squared_score. Nothing, where nothing reads it: with one update a step the ratio is 1."""
     read = set.union(*Reads(args, correction=correction).columns())
     if "squared_score" in read:
@@ -94,26 +130,24 @@ def needed_log_probs(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[
     return ("old_log_probs", "entropys") if needed else ()
 
 
-def advantage_columns(args: ScriptArgs, correction: dict) -> list[str]:
+def gathered_columns(args: ScriptArgs, correction: dict) -> tuple[str, ...]:
     """Columns of the rows of all ranks that this run's estimator, correction, token masks and KL read, besides those
     that are always gathered."""
     read, _ = Reads(args, correction=correction).columns()
-    return [name for name, column in COLUMNS.items() if name in read and column.gathered == "if read"]
+    return tuple(name for name, column in COLUMNS.items() if name in read and column.gathered == "if read")
 
 
 def effective_settings(
-    args: ScriptArgs, device: torch.device, correction: dict, needed: tuple[str, ...]
+    args: ScriptArgs, device: torch.device, dtype: torch.dtype, correction: dict, log_probs: tuple[str, ...]
 ) -> dict[str, Any]:
-    """{flag: value} for flags that are left to the run (auto, None), for config.json. correction: of `check_algorithm`;
-    needed: of `needed_log_probs`."""
-    dtype, model = get_compute_dtype(args.model.compute_dtype, device), args.model
+    """{flag: value} for flags that are left to the run (auto, None)."""
+    model, name = args.model, str(dtype).removeprefix("torch.")
     trust = {"trust_remote_code": model.trust_remote_code}
-    name = str(dtype).removeprefix("torch.")
     settings: dict[str, Any] = {
         "rollout_engine": args.rollout.engine,
         "compute_dtype": name,
         "attn_implementation": get_attention(model.attn_implementation, dtype, device, model.model, **trust),
-        "old_log_probs": "rollout" if args.old_log_probs == "rollout" else "recompute" if needed else "not needed",
+        "old_log_probs": "rollout" if args.old_log_probs == "rollout" else "recompute" if log_probs else "not needed",
         "rollout_correction": correction or "none",
     }
     if args.loss_agg_mode == "seq-mean-token-sum-norm":

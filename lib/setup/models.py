@@ -1,0 +1,163 @@
+"""Models, their optimizers and learning-rate schedules."""
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lib import model as models
+from lib.args import OptimizerArgs, ScriptArgs, ShardArgs
+from lib.distributed import (
+    World,
+    make_mesh,
+    make_row_group,
+    shard_model,
+    trainable_parameters,
+)
+from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
+from lib.seeds import set_seed
+from lib.setup.needs import Needs, get_attention
+
+USUAL_LR = {"full fine-tuning": (1e-7, 3e-5), "LoRA": (2e-6, 1e-3)}  # of AdamW in RL (docs/defaults.md)
+SMALLEST = 10**8  # parameters of a model for which these are usual
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Schedule = Callable[[int], float]  # the factor of the learning rate at an optimizer update, counted from 0
+
+
+class ModelFactory:
+    """Loads the models of a run and splits them over the ranks. To make one is a collective; from then on the random
+    numbers of each rank are its own."""
+
+    def __init__(self, args: ScriptArgs, needs: Needs, world: World):
+        self.world, self.seed = world, args.run.seed
+        self.model, self.shard, self.max_grad_norm = args.model, args.shard, args.optimizer.max_grad_norm
+        torch.manual_seed(self.seed + world.rank)
+        set_seed(self.seed + world.rank)
+        use_cores(self.shard, world.device)
+        self.mesh = make_mesh(world, self.shard.dp_replicate_size, self.shard.tensor_parallel_size)
+        row_group = make_row_group(world, self.mesh, self.shard.sequence_parallel_size)
+        sampling, tokens = args.rollout.sampling(), args.optimizer.micro_batch_tokens
+        if not args.validation.val_only:
+            models.check_sampling(sampling)
+        self.forward = ForwardConfig(tokens, sampling, row_group, needs.dtype, self.model.routing_replay)
+        self.loss = loss_flags(args, needs.dtype)
+
+    def policy(self, name: str, path: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule) -> Policy:
+        """A model that samples and trains. name: the prefix of its metrics."""
+        module = models.load_model(path, **self._options(path))
+        return Policy(name, **self._trained(module, name, make_optimizer, lr_schedule), checks=UpdateChecks(self.loss))
+
+    def critic(self, name: str, path: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule) -> Critic:
+        """PPO's critic: the model at `path` with its value head, or a new one. The rest as in `policy`."""
+        module = models.load_critic(path, **self._options(path))
+        return Critic(name, **self._trained(module, name, make_optimizer, lr_schedule))
+
+    def reference(self, actor: Policy) -> Reference:
+        """The start model, as the reference of the KL."""
+        if self.model.lora_rank:
+            return Reference(actor.module, self.forward)
+        return self.frozen(self.model.model, "--model")
+
+    def frozen(self, path: str, flag: str) -> Reference:
+        """A model that only computes log-probs, such as a reference or a teacher; --cpu-offload ref offloads all of
+        these. flag: the flag that gave the path, for messages. Raises InputError."""
+        trust = {"trust_remote_code": self.model.trust_remote_code}
+        models.check_sequence_parallel(path, self.shard.sequence_parallel_size, flag=flag, **trust)
+        models.check_tensor_parallel(path, self.shard.tensor_parallel_size, flag=flag, **trust)
+        module = models.load_model(path, flag=flag, **self._options(path, trainable=False)).requires_grad_(False)
+        return Reference(self._placed(module, "ref"), self.forward)
+
+    def reward_model(self, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """(--reward-model, its tokenizer). Each rank runs its own rows."""
+        dtype, trust = self.forward.compute_dtype, {"trust_remote_code": self.model.trust_remote_code}
+        module, tokenizer = models.load_reward_model(path, dtype=dtype, on_meta=True, **trust)
+        mesh = make_mesh(self.world, self.shard.dp_replicate_size)
+        offload = "reward_model" in self.shard.cpu_offload
+        return shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
+
+    def _options(self, path: str, trainable: bool = True) -> dict[str, Any]:
+        """The keywords by which a model is loaded."""
+        dtype, attention = self.forward.compute_dtype, self.model.attn_implementation
+        trust = {"trust_remote_code": self.model.trust_remote_code}
+        return {
+            "dtype": torch.float32 if trainable and not self.model.lora_rank else dtype,  # fp32 master weights
+            "attn_implementation": get_attention(attention, dtype, self.world.device, path, **trust),
+            "padding_free": self.model.padding_free,
+            "share_prompts": self.model.share_prompts,
+            "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
+            "offload_activations": "activations" in self.shard.cpu_offload,
+            "on_meta": True,
+            **trust,
+        }
+
+    def _placed(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
+        """The model with fast kernels, split over the ranks."""
+        if self.model.compile:
+            models.compile_layers(module)
+        if self.model.use_liger_kernel:
+            models.use_liger_kernel(module, self.world.device)
+        self.forward.modules.append(module)
+        return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=name in self.shard.cpu_offload)
+
+    def _trained(
+        self, module: PreTrainedModel, name: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule
+    ) -> dict[str, Any]:
+        """The fields of a TrainedModel but for its name. It trains LoRA adapters, or all weights but --freeze's."""
+        if self.model.lora_rank:
+            settings: dict[str, Any] = {"rank": self.model.lora_rank, "alpha": self.model.lora_alpha}
+            settings |= {"target_modules": self.model.lora_target_modules, "seed": self.seed}
+            module = models.add_lora(module, **settings)
+        elif self.model.freeze:
+            module = models.freeze(module, self.model.freeze)
+        module = self._placed(module, name)
+        optimizer = make_optimizer(trainable_parameters(module))
+        parameters = sum(p.numel() for p in module.parameters())  # of all ranks
+        note = lr_note(name, optimizer, "LoRA" if self.model.lora_rank else "full fine-tuning", parameters)
+        if note and self.world.rank == 0:
+            print(note, flush=True)
+        return {
+            "module": module,
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lr_schedule),
+            "world": self.world,
+            "forward": self.forward,
+            "max_grad_norm": self.max_grad_norm,
+            "reduce_each_micro_batch": self.shard.reduce_each_micro_batch,
+        }
+
+
+def loss_flags(args: ScriptArgs, dtype: torch.dtype) -> LossFlags:
+    """What the checks of each update know of the policy's loss."""
+    kl_of_ratio = args.kl_coef and (args.kl_estimator or "").endswith("_unbiased")
+    plain = args.loss == "vanilla" and not kl_of_ratio
+    clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c) if plain else None
+    apart = math.inf if args.run.replay else APART.get(dtype, math.inf)  # a replay may train other weights
+    return LossFlags(args.loss_agg_mode, args.loss_scale_factor or args.rollout.max_response_length, clip, apart)
+
+
+def use_cores(shard: ShardArgs, device: torch.device) -> None:
+    """With --cpu-offload, AdamW runs on this rank's share of the cores; torchrun and vLLM leave it one thread."""
+    if device.type != "cpu" and {"actor", "critic"} & set(shard.cpu_offload):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+
+
+def lr_note(name: str, optimizer: torch.optim.Optimizer, kind: str, parameters: int) -> str:
+    """What to say of a learning rate that is unusual for this kind of training and a model of this size, or ""."""
+    lr, (low, high) = optimizer.param_groups[0]["lr"], USUAL_LR[kind]
+    if not isinstance(optimizer, torch.optim.AdamW) or parameters < SMALLEST or lr == 0 or low <= lr <= high:
+        return ""
+    usual = f"usual in {kind} of {parameters / 1e9:.2g} B parameters are {low:g} to {high:g} (docs/defaults.md)"
+    return f"note: {name}: learning rate {lr:g}: {usual}"
+
+
+def lr_factor(args: OptimizerArgs, updates_per_step: int, update: int, *, total_steps: int) -> float:
+    """The factor of the learning rate at this optimizer update, counted from 0."""
+    warmup, total = (steps * updates_per_step for steps in (args.warmup_steps, total_steps))
+    if update < warmup:
+        return (update + 1) / warmup
+    done = min(1.0, (update - warmup) / max(1, total - warmup))
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
