@@ -198,7 +198,7 @@ def sample_groups(
     metrics: dict[str, Metric] = {}
     rejected, gen_batches, uninformative_rows = DataProto(), 0, 0
     while len(pool) < needed and gen_batches < args.max_gen_batches:
-        batch = rollouts.sample(step, gen_batches)
+        batch = rollouts.generate(rollouts.prompts(), n=args.group_size)
         extras, failures = rewards.submit(batch, step).add_to(batch, args.reward_keys)
         rollouts.record_scores(batch)
         batch.batch["truncated"] = truncated_rows(batch)

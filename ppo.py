@@ -285,7 +285,8 @@ def main(args: Args) -> None:
     for step in run.steps():
         # ---- 1 rollout
         metrics = [rollouts.sync(actor, step - 1)]
-        batch = rollouts.next()
+        prompts = rollouts.prompts()  # this rank's
+        batch = rollouts.generate(prompts, n=args.group_size)  # (B, P + T)
         rollouts.sleep()  # frees the engine's memory
         batch, imbalance = rollouts.balanced(actor, batch)
 

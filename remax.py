@@ -226,8 +226,9 @@ def main(args: Args) -> None:
     for step in run.steps():
         # ---- 1 rollout
         metrics = [rollouts.sync(actor, step - 1)]
-        batch = rollouts.next()
-        greedy = rollouts.next_greedy(step)  # REMAX: one greedy response to each prompt
+        prompts = rollouts.prompts()  # this rank's
+        batch = rollouts.generate(prompts, n=args.group_size)  # (B, P + T)
+        greedy = rollouts.generate(prompts, sampling=rollouts.sampling.greedy)  # REMAX: one response to each
         rollouts.sleep()  # frees the engine's memory
         batch, greedy, imbalance = rollouts.balanced(actor, batch, greedy)
 

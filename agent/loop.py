@@ -27,7 +27,7 @@ from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.log.episodes import FinishReason
 from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses
-from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states
+from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states, row_limits
 
 if TYPE_CHECKING:
     from lib.rollout.server_engine import ServerEngine
@@ -52,6 +52,7 @@ class Episodes:
     def _make_requests(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> list[AsyncRolloutRequest]:
         """Raises InputError if the prompts were made with other tools than those of their rows."""
         rows, requests, media = prompts.non_tensor_batch, [], media_of(prompts)
+        limits = row_limits(prompts, sampling)
         named = {column: name for column, name in AGENT_COLUMNS.items() if column in rows}
         for i, seed in enumerate(seeds):
             row = {name: copy.deepcopy(column[i]) for name, column in rows.items() if name in INPUT_COLUMNS}
@@ -77,7 +78,7 @@ class Episodes:
                     interaction_kwargs=row.get("interaction_kwargs") or {},
                     seed=seed,
                     weight_version=self.engine.version,
-                    max_response_length=sampling.max_response_length,
+                    max_response_length=limits[i],
                     window=self.settings.limits.context_window,
                     routed_experts=self.engine.no_routes,
                     row={name: copy.deepcopy(rows[column][i]) for column, name in named.items()},

@@ -43,7 +43,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     "lib/data/loader.py: __iter__": (
         Column("data_row", "B", "int", "number of the row, with --prompt-sampling", "record_scores"),
     ),
-    "lib/rollout/stream.py: _batch_of": (
+    "lib/rollout/stream.py: _next_prompts": (
         Column("uid", "B", "str", "step-number of the prompt", "gather_rows", saved="group, sample"),
     ),
     "lib/rollout/engine.py: add_responses": (
@@ -57,8 +57,10 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("routed_experts", "B", "Tensor", "int16 (tokens, layers, k), -1: not known", "forward passes"),
         Column("finish_reason", "B", "str", "stop, length, abort, error, ...", "metrics", saved=": str"),
     ),
+    "lib/rollout/stream.py: generate": (
+        Column("max_response_length", "B", "int", "tokens that the response might have", "engines, scorers"),
+    ),
     "lib/rollout/stream.py: add_origin": (
-        Column("max_response_length", "B", "int", "tokens that the response might have", "scorers"),
         Column("policy_version", "B", "int64", "steps that had trained the weights that sampled it", "check_rows"),
     ),
     "lib/rollout/engine.py: add_weight_versions": (

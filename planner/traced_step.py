@@ -310,18 +310,16 @@ def model_without_weights(auto_class: Any, path: str, config: Any, **options: An
 class _Rollouts(Rollouts):
     def __init__(self, step: _Step):
         self.step, self.sizes, self.world, self.loader, self.recorder = step, step.sizes, step.world, None, NoRecorder()
+        self.sampling = step.args.rollout.sampling()
 
     def sync(self, *_: Any) -> dict[str, Any]:
         return {}
 
-    def next(self, group_size: int | None = None) -> DataProto:
-        return self.step.batch(group_size or self.sizes.group_size)
+    def prompts(self) -> DataProto:
+        return DataProto()
 
-    def next_greedy(self, *_: Any) -> DataProto:
-        return self.step.batch(1)
-
-    def sample(self, *_: Any) -> DataProto:
-        return self.next()
+    def generate(self, prompts: DataProto, n: int = 1, **_: Any) -> DataProto:
+        return self.step.batch(n)
 
     def sleep(self) -> None:
         pass

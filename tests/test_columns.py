@@ -109,7 +109,8 @@ def test_only_columns_that_are_read_are_gathered():
     batch = trained_batch()
     always = {"response_mask": batch.batch["response_mask"], "token_level_scores": batch.batch["token_level_scores"]}
     for names in ((), ("rollout_log_probs",)):
-        expected = always | {name: batch.batch[name] for name in names} | {"group": torch.tensor([1, 1, 0, 0])}
+        expected = always | {name: batch.batch[name] for name in names}
+        expected |= {"row": torch.arange(4), "group": torch.tensor([1, 1, 0, 0])}
         for t in run_ranks(2, gathered, batch, *names):
             assert t.keys() == expected.keys() and all(t[name].equal(expected[name]) for name in t)
 

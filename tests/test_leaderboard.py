@@ -17,7 +17,7 @@ IDEA = """Twice the learning rate.
  def main(args: Args) -> None:
 +    args.optimizer.lr *= 2
      # ---- set-up: errors in flags and data are found before a model loads or a file is written
-     world = setup.join(args)  # returns on the ranks that train
+     world, needs, inputs = setup.start(args)  # returns on the ranks that train
 """
 
 
@@ -112,7 +112,7 @@ def test_an_edited_number_is_rejected(entry):
     [
         ("args.optimizer.lr *= 2", "args.optimizer.lr *= 3", "is not the diff that was measured"),
         ("--- grpo.py", "--- lib/setup.py", "an entry changes grpo.py only"),
-        ("world = setup.join(args)", "world = setup.joined(args)", "does not apply to grpo.py"),
+        ("needs, inputs = setup.start(args)", "needs, inputs = setup.started(args)", "does not apply to grpo.py"),
         ("Twice the learning rate.", "", "describe the idea"),
         ("+    args.optimizer.lr *= 2\n", "+    args.optimizer.lr *= 2\n" * 61, "at most 60"),
     ],

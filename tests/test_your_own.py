@@ -136,7 +136,8 @@ def test_a_copy_that_trains_rows_of_older_weights_again(tmp_path, ranks):
     text = (ROOT / "grpo.py").read_text()
     for line, more in {
         "    for step in run.steps():\n": "    old = DataProto()\n    for step in run.steps():\n",
-        "        batch = rollouts.next()\n": "        new = rollouts.next(group_size=2)\n"
+        "        batch = rollouts.generate(prompts, n=args.group_size)  # (B, P + T)\n"
+        "": "        new = rollouts.generate(prompts, n=2)\n"
         "        batch, old = concat_rows([old, new]), new.select()\n",
         "from lib.model import Policy": "from lib.rollout import concat_rows\nfrom lib.model import Policy",
     }.items():

@@ -247,11 +247,11 @@ class RolloutArgs(Group):
         if self.async_order == "finished" and self.async_level < 2:
             raise InputError("--async-order finished: needs --async-level 2 or more, of which slow groups get one")
 
-    auto_engine = ""  # no flag: what auto is here; lib.setup.start.join chooses it
+    auto_engine = ""  # no flag: what auto is here; lib.setup.ranks.join chooses it
 
     @property
     def engine(self) -> str:
-        """rollout_engine, or what auto stands for: hf until lib.setup.start.join has chosen."""
+        """rollout_engine, or what auto stands for: hf until lib.setup.ranks.join has chosen."""
         if self.rollout_engine != "auto":
             return self.rollout_engine
         return "vllm" if self.rollout_gpus else self.auto_engine or "hf"

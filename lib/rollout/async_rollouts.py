@@ -51,16 +51,17 @@ class AsyncRollouts:
     groups: int  # of a batch
     group_size: int
     last_started: int  # number of the last batch that was started
+    last: int | None  # the run's last batch; None: each step takes as many as it needs
     in_flight: list[Group] = field(default_factory=list)
     _saved: DataProto | None = None
 
-    def take(self, last: int | None = None) -> tuple[DataProto, list[Response]]:
-        """(prompts repeated group_size times, their responses) of the next batch. last: the run's. A collective."""
+    def take(self) -> tuple[DataProto, list[Response]]:
+        """(prompts repeated group_size times, their responses) of the next batch. A collective."""
         self.engine.check_weights()
         version: int = self.engine.version
         self._resume(version)
         batches = self.level + (self.order == "prompts")
-        while len(self.in_flight) < batches * self.groups and self.last_started != last:
+        while len(self.in_flight) < batches * self.groups and self.last_started != self.last:
             self.last_started += 1
             self._start(*self.begin(self.last_started), None, version)
         self.engine.wait_until(lambda: self._next(version) is not None)

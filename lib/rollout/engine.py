@@ -85,7 +85,7 @@ class RolloutEngine(Protocol):
     image_probe: ImageProbe | None = None  # what sync_weights also probes a vision model with
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        """One response per row of `prompts`; row i is sampled with seeds[i]."""
+        """One response per row of `prompts`; row i is sampled with seeds[i], and has at most row_limits[i] tokens."""
         ...
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
@@ -123,6 +123,12 @@ class SteppedEngine(RolloutEngine, Protocol):
         ...
 
     def abort(self, request_id: str) -> None: ...
+
+
+def row_limits(prompts: DataProto, sampling: Sampling) -> list[int]:
+    """The most tokens of each response: the column max_response_length, or the same for all."""
+    limits = prompts.non_tensor_batch.get("max_response_length")
+    return [sampling.max_response_length] * len(prompts) if limits is None else limits.tolist()
 
 
 def report_states(seconds: float, states: list[str]) -> None:

@@ -18,7 +18,7 @@ from lib.distributed import compute_device, device_setter, unsharded
 from lib.model import NEVER, PACKED, SAMPLED_BY_HF, carries_state, least_kept, log_probs_of
 from lib.model.routing import chosen_experts
 from lib.model.vision import cache_keyword, images_of_prompts
-from lib.rollout.engine import Generated, SteppedEngine, add_responses, stop_token_ids
+from lib.rollout.engine import Generated, SteppedEngine, add_responses, row_limits, stop_token_ids
 from lib.rollout.weight_sync import weight_checksum
 from lib.sampling import Sampling
 
@@ -86,9 +86,8 @@ class HFEngine(SteppedEngine):
 
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         with self.session():
-            limits = [sampling.max_response_length] * len(seeds)
             raw_ids = prompts.non_tensor_batch["raw_prompt_ids"]
-            rows = self._sample(raw_ids, media_of(prompts), sampling, seeds, limits)
+            rows = self._sample(raw_ids, media_of(prompts), sampling, seeds, row_limits(prompts, sampling))
         return add_responses(prompts, rows, self.pad_token_id)
 
     @torch.no_grad()

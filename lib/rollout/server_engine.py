@@ -27,7 +27,15 @@ from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
 from lib.model.routing import ROUTES, extended_routes, unpack_routes
 from lib.rollout import Generated, RolloutEngine, add_responses, turn_seed
-from lib.rollout.engine import REPORT_S, Response, add_weight_versions, check_expanded, report_states, stop_token_ids
+from lib.rollout.engine import (
+    REPORT_S,
+    Response,
+    add_weight_versions,
+    check_expanded,
+    report_states,
+    row_limits,
+    stop_token_ids,
+)
 from lib.rollout.managed_servers import ManagedServers
 from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers
@@ -218,10 +226,11 @@ class ServerEngine(RolloutEngine):
         with the tokens that there are already of each response, or None."""
         self.check_weights()
         raw_ids, responses = prompts.non_tensor_batch["raw_prompt_ids"], []
-        places = self.turns_and_pictures(raw_ids, media_of(prompts))
+        places, limits = self.turns_and_pictures(raw_ids, media_of(prompts)), row_limits(prompts, sampling)
         for i, (ids, seed, (turn, pictures)) in enumerate(zip(raw_ids, seeds, places)):
             row = partial[i] if partial else Generated([], [], "abort")
-            sampled = self.sample(list(map(int, ids)), sampling, seed, turn, row, pictures)
+            own = replace(sampling, max_response_length=limits[i])
+            sampled = self.sample(list(map(int, ids)), own, seed, turn, row, pictures)
             responses.append(Response(seed, row, self.begin(sampled)))
         return responses
 

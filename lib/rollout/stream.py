@@ -1,6 +1,7 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import compress
@@ -28,7 +29,7 @@ from lib.distributed import Metric, World, timed
 from lib.model import Policy
 from lib.model.routing import ROUTES
 from lib.rollout.async_rollouts import AsyncRollouts, Order, gather_groups, own_groups, staleness_metrics
-from lib.rollout.engine import RolloutEngine, SteppedEngine, request_seeds
+from lib.rollout.engine import Generated, RolloutEngine, SteppedEngine, add_responses, request_seeds
 from lib.rollout.lora_sync import choose_lora_sync
 from lib.rollout.replay import NoRecorder
 from lib.rollout.weight_sync import image_probe, sync_weights
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 ENGINES: dict[str, str] = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.rollout.vllm_engine:VLLMEngine"}
 ENGINES["://"] = "lib.rollout.server_engine:ServerEngine"  # for any URL
+AGAIN = 40  # bits: a response that a step asks for again has the seed of a step 2**16 later
 
 
 def make_engine(
@@ -146,10 +148,9 @@ def vllm_refuses(config: PreTrainedConfig, device: str) -> str:
     return f"vLLM does not know {unknown[0]}" if unknown else ""
 
 
-def add_origin(batch: DataProto, sampling: Sampling, version: int, level: int) -> DataProto:
-    """The batch, with the limit and the weights that its responses were sampled with: those after `version` steps, or
+def add_origin(batch: DataProto, version: int, level: int) -> DataProto:
+    """The batch, with the version of the weights that its responses were sampled with: those after `version` steps, or
     of the oldest token, at most `level` steps before."""
-    batch.non_tensor_batch["max_response_length"] = np.full(len(batch), sampling.max_response_length, dtype=object)
     present = torch.full_like(batch.batch["response_mask"], version)
     versions = batch.batch.get("weight_versions", present)  # (B, T), -1 where no token was sampled
     batch.batch["policy_version"] = oldest = versions.where(versions >= 0, present).amin(1)
@@ -185,21 +186,23 @@ class Rollouts:
     sync_tolerance: float  # nats, see sync_weights
     max_mismatch: float  # nats of k3
     recorder: NoRecorder
-    prompts: DataProto = field(default_factory=DataProto)  # of the last batch, this rank's
+    refills: bool = False  # whether a step may take several batches of prompts
     version: int = 0  # of the engine's weights: the steps that had trained them
     _prompts: Iterator | None = None
     _async: AsyncRollouts | None = None
+    _taken: int = 0  # prompts of this step, on all ranks
+    _asked: Counter = field(default_factory=Counter)  # {(uid, sampling): how often the step has asked for it}
+    _begun: tuple[int, Callable[[], DataProto]] | None = None  # group size of the last prompts(), and their responses
 
     def __post_init__(self):
-        self._steps = iter(self.steps)
         self._measures_lora_sync = self.engine.lora_sync == "auto"
         if self.async_level and not self.recorder.replays:
             assert self.engine.asynchronous
             engine, sizes = cast("ServerEngine", self.engine), self.sizes
             shape: dict[str, Any] = {"groups": sizes.local_prompts, "group_size": sizes.group_size}
             shape |= {"level": self.async_level, "order": self.async_order, "last_started": self.steps.start - 1}
-            shape["begin"] = lambda number: self._batch_of(number, 0, sizes.group_size)[1:]
-            self._async = AsyncRollouts(engine, self.sampler, sampling=self.sampling, **shape)
+            shape["last"] = None if self.refills else self.steps.stop - 1
+            self._async = AsyncRollouts(engine, self.sampler, sampling=self.sampling, begin=self._begin, **shape)
         # the prompts of such a step are known from the record alone
         any_order = self.async_order == "finished" or (self.loader is not None and self.loader.needs_scores)
         self._replays_any_order = bool(self.async_level) and self.recorder.replays and any_order
@@ -208,6 +211,8 @@ class Rollouts:
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
         """Gives the engine the policy's weights after `version` steps, and checks that it has them."""
         self.version, actor.sampled_since = version, version - self.async_level
+        self._taken = 0
+        self._asked.clear()
 
         def verified() -> DataProto:
             if self.engine.lora_sync == "auto":
@@ -220,41 +225,55 @@ class Rollouts:
         return self.recorder.record("sync", verified).meta_info
 
     @timed("rollout")
-    def next(self, group_size: int | None = None) -> DataProto:
-        """This rank's responses of the next step, group_size (None: the run's) for each of its `prompts`. Raises
-        InputError for another size with --async-level, which has begun the groups in earlier steps."""
-        return self._take(next(self._steps), 0, self.steps.stop - 1, group_size)
-
-    @timed("rollout")
-    def next_greedy(self, step: int) -> DataProto:
-        """One greedy response to each of the step's `prompts`."""
-        return self.generate(self.prompts, self.sampling.greedy, step)
-
-    @timed("rollout")
-    def sample(self, step: int, number: int, group_size: int | None = None) -> DataProto:
-        """The responses of batch `number` of a step that samples several. The rest as in `next`."""
-        return self._take(step, number * self.sizes.local_prompts * self.world.size, None, group_size)
-
-    def _take(self, step: int, first: int, last: int | None, group_size: int | None) -> DataProto:
-        """first: the number of the batch's first prompt. last: the batch after which no batch is started."""
-        size = group_size or self.sizes.group_size
+    def prompts(self) -> DataProto:
+        """This rank's next prompts. A step may take several times. An asynchronous run has begun their groups in
+        earlier steps, and waits for them here."""
+        assert self._begun is None, "rollouts.generate takes the prompts before others are taken"
         if self._async is not None:
-            if size != (begun := self._async.group_size):
-                raise InputError(f"--async-level: groups of {begun} are in flight, and this step asks for {size}")
-            rows, responses = self._async.take(last)
-            self.prompts = rows[::size]
-            batch = self.recorder.rollout(rows, partial(self.sampler.collect, rows, self.sampling, responses))
-            return self._checked(batch, self.sampling)
-        self.prompts, rows, seeds = self._batch_of(step, first, size)
+            rows, responses = self._async.take()
+            collect = partial(self.sampler.collect, rows, self.sampling, responses)
+            self._begun = self._async.group_size, partial(self.recorder.rollout, rows, collect)
+            return rows[:: self._async.group_size]
+        prompts = self._next_prompts(self.version + 1, self._taken)
+        self._taken += self.sizes.local_prompts * self.world.size
         if self._replays_any_order:
-            batch = self.recorder.rollout(rows, DataProto, any_order=True)
-            self.prompts = batch[::size]
-            return self._checked(batch, self.sampling)
-        return self._sampled(rows, self.sampling, seeds)
+            size = self.sizes.group_size
+            batch = self.recorder.rollout(prompts.repeat(size, interleave=True), DataProto, any_order=True)
+            self._begun = size, lambda: batch
+            return batch[::size]
+        return prompts
 
-    def generate(self, prompts: DataProto, sampling: Sampling, step: int, numbers=None) -> DataProto:
-        """One response to each prompt. step: -1 for validation. numbers: of the prompts; None: those of the step."""
-        return self._sampled(prompts, sampling, request_seeds(self.seed, step, numbers or self._numbers(0)))
+    @timed("rollout")
+    def generate(
+        self,
+        prompts: DataProto,
+        n: int = 1,
+        *,
+        sampling: Sampling | None = None,
+        limits: Sequence[int] | None = None,
+        prefixes: Sequence[Sequence[int]] | None = None,
+        seeds: list[int] | None = None,
+    ) -> DataProto:
+        """(B, P + T): n responses to each prompt, next to each other. A collective.
+
+        sampling: None: the run's. limits: the most tokens of each response (B,). prefixes: tokens with which each
+        response (B,) begins. They count for its limit; their response_mask and rollout_log_probs are 0, until the
+        caller sets the mask to 1 where they are to be trained. seeds: None: each response of a step has its own, also
+        if a prompt is asked again.
+
+        With --async-level the groups of prompts() have begun already: raises InputError for other than theirs."""
+        rows = prompts.repeat(n, interleave=True)
+        if self._begun is not None and sampling is None:
+            (size, collected), self._begun = self._begun, None
+            if n != size or limits is not None or prefixes is not None:
+                why = f"groups of {size} are in flight, and rollouts.generate asks for {n}, or for limits or prefixes"
+                raise InputError(f"--async-level: {why}")
+            return self._checked(collected(), [self.sampling.max_response_length] * len(rows))
+        sampling = sampling or self.sampling
+        limits = [sampling.max_response_length] * len(rows) if limits is None else list(limits)
+        seeds = seeds or self._seeds(prompts, n, sampling)
+        produce = partial(self._sample, rows, sampling, limits, prefixes, seeds)
+        return self._checked(self.recorder.rollout(rows, produce), limits)
 
     @timed("rollout")
     def sleep(self) -> None:
@@ -322,27 +341,89 @@ class Rollouts:
             what = f"the checkpoint has {len(state['in_flight'])} in-flight responses"
             raise InputError(f"resume: {what}, which would be lost without --async-level: set it as before")
 
-    def _sampled(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
-        batch = self.recorder.rollout(prompts, partial(self.sampler.generate, prompts, sampling, seeds))
-        return self._checked(batch, sampling)
+    def _sample(
+        self,
+        rows: DataProto,
+        sampling: Sampling,
+        limits: list[int],
+        prefixes: Sequence[Sequence[int]] | None,
+        seeds: list[int],
+    ) -> DataProto:
+        asked, single_turn = rows.select(), self.sampler is self.engine
+        if prefixes is not None:
+            check_prefixes(rows, limits, prefixes, single_turn)
+            begins = ([*ids, *prefix] for ids, prefix in zip(rows.non_tensor_batch["raw_prompt_ids"], prefixes))
+            asked.non_tensor_batch["raw_prompt_ids"] = np.fromiter(begins, dtype=object, count=len(rows))
+            limits = [limit - len(prefix) for limit, prefix in zip(limits, prefixes)]
+        asked.non_tensor_batch["max_response_length"] = np.array(limits, dtype=object)
+        batch = self.sampler.generate(asked, sampling, seeds)
+        if single_turn:
+            check_lengths(batch, limits, type(self.engine).__name__)
+        return batch if prefixes is None else join_prefixes(rows, prefixes, batch, self.engine.pad_token_id)
 
-    def _checked(self, batch: DataProto, sampling: Sampling) -> DataProto:
+    def _checked(self, batch: DataProto, limits: list[int]) -> DataProto:
         T = batch.batch["responses"].shape[1]
         known = any(map(len, batch.non_tensor_batch.get(ROUTES, ())))
         # no engine has answered an episode that was out of time before its first turn
         if self.engine.route_layers and not known and batch.batch["attention_mask"][:, -T:].any():
             how = "record them with R3; a server needs --enable-return-routed-experts"
             raise InputError(f"--routing-replay R3: the rollouts come without their experts: {how}")
-        return add_origin(batch, sampling, self.version, self.async_level)
+        batch.non_tensor_batch["max_response_length"] = np.array(limits, dtype=object)
+        return add_origin(batch, self.version, self.async_level)
 
-    def _batch_of(self, step: int, first: int, group_size: int) -> tuple[DataProto, DataProto, list[int]]:
-        """(prompts, the prompts repeated group_size times, seeds). first: the number of the batch's first prompt."""
+    def _next_prompts(self, step: int, first: int) -> DataProto:
+        """This rank's next prompts. first: the number of the first one, over all ranks."""
         self._prompts = self._prompts or iter(self.loader)
         prompts = DataProto.from_single_dict(next(self._prompts)).to(self.world.device)
-        numbers = self._numbers(first)
+        numbers = [first + self.world.rank + self.world.size * i for i in range(self.sizes.local_prompts)]
         prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
-        rows = [n * group_size + sample for n in numbers for sample in range(group_size)]
-        return prompts, prompts.repeat(group_size, interleave=True), request_seeds(self.seed, step, rows)
+        return prompts
 
-    def _numbers(self, first: int) -> list[int]:
-        return [first + self.world.rank + self.world.size * i for i in range(self.sizes.local_prompts)]
+    def _begin(self, number: int) -> tuple[DataProto, list[int]]:
+        """(rows, seeds) of the groups of batch `number`, for AsyncRollouts."""
+        prompts, n = self._next_prompts(number, 0), self.sizes.group_size
+        rows = [row * n + sample for row in prompt_numbers(prompts) for sample in range(n)]
+        return prompts.repeat(n, interleave=True), request_seeds(self.seed, number, rows)
+
+    def _seeds(self, prompts: DataProto, n: int, sampling: Sampling) -> list[int]:
+        """Of n responses to each prompt. If the step asks for a prompt again, they are others."""
+        rows = []
+        for uid, number in zip(prompts.non_tensor_batch["uid"], prompt_numbers(prompts)):
+            again = self._asked[uid, sampling] << AGAIN
+            self._asked[uid, sampling] += 1
+            rows += [number * n + sample + again for sample in range(n)]
+        return request_seeds(self.seed, self.version + 1, rows)
+
+
+def prompt_numbers(prompts: DataProto) -> list[int]:
+    """The numbers of prompts in their step, over all ranks: a uid is step-number."""
+    return [int(uid.rpartition("-")[2]) for uid in prompts.non_tensor_batch["uid"]]
+
+
+def check_prefixes(rows: DataProto, limits: list[int], prefixes: Sequence[Sequence[int]], single_turn: bool) -> None:
+    if not single_turn or any(map(bool, rows.non_tensor_batch.get("multi_modal_inputs", ()))):
+        raise InputError("rollouts.generate: prefixes are for single turns of text, without images, tools or --agent")
+    if len(prefixes) != len(rows) or any(len(prefix) >= limit for prefix, limit in zip(prefixes, limits)):
+        raise InputError("rollouts.generate: each response needs a prefix, shorter than its limit")
+
+
+def check_lengths(batch: DataProto, limits: list[int], engine: str) -> None:
+    """An engine of the user may not know of row_limits."""
+    lengths = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(1).tolist()
+    if any(length > limit for length, limit in zip(lengths, limits)):
+        why = "a response is longer than its limit: generate must keep row_limits(prompts, sampling)"
+        raise InputError(f"--rollout-engine {engine}: {why} (lib/rollout/engine.py)")
+
+
+def join_prefixes(rows: DataProto, prefixes: Sequence[Sequence[int]], batch: DataProto, pad_token_id: int) -> DataProto:
+    """The rows with responses that begin with their prefixes. batch: what was sampled after these. A collective."""
+    t, reasons = batch.batch, batch.non_tensor_batch["finish_reason"]
+    lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1).tolist()
+    routes = batch.non_tensor_batch.get(ROUTES, [None] * len(rows))
+    joined, masks = [], []
+    for i, (prefix, n) in enumerate(zip(prefixes, lengths)):
+        ids = [*prefix, *t["responses"][i, :n].tolist()]
+        log_probs = [0.0] * len(prefix) + t["rollout_log_probs"][i, :n].tolist()
+        joined.append(Generated(ids, log_probs, reasons[i], routed_experts=routes[i]))
+        masks.append([0] * len(prefix) + [1] * n)
+    return add_responses(rows, joined, pad_token_id, masks)

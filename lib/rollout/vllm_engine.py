@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from hashlib import sha256
 from itertools import count
@@ -26,7 +27,7 @@ from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, broadcast, compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
-from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
+from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, row_limits, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
@@ -335,10 +336,12 @@ class VLLMEngine(SteppedEngine):
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         media = media_of(prompts)
         mine = [_prompt(ids, own) for ids, own in zip(prompts.non_tensor_batch["raw_prompt_ids"], media)]
-        everyones = self._exchange((mine, seeds))
-        params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
-        outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
-        before = sum(len(seeds) for _, seeds in everyones[: self._place])
+        samplings = [replace(sampling, max_response_length=limit) for limit in row_limits(prompts, sampling)]
+        everyones = self._exchange(list(zip(mine, samplings, seeds, strict=True)))
+        requests = [request for of_rank in everyones for request in of_rank]
+        params = [self._params(**vllm_settings(own, seed)) for _, own, seed in requests]
+        outputs = self._run([prompt for prompt, _, _ in requests], params)
+        before = sum(map(len, everyones[: self._place]))
         rows = [self._generated(out, own) for out, own in zip(outputs[before:], media)]
         return add_responses(prompts, rows, self.pad_token_id)
 

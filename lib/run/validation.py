@@ -20,7 +20,7 @@ from lib.log.metrics import merge_metrics
 from lib.log.tracking import Tracker, sample_rows
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
-from lib.rollout import Rollouts, truncated_rows
+from lib.rollout import Rollouts, request_seeds, truncated_rows
 from lib.seeds import seeded
 
 
@@ -238,7 +238,8 @@ class Validation:
             prompts = DataProto.from_single_dict(items).to(world.device)
             prompts.non_tensor_batch["uid"] = np.array([f"val-{first_prompt + row}" for row in rows], dtype=object)
             numbers = [first + row * n + sample for row in rows for sample in range(n)]
-            batch = self.rollouts.generate(prompts.repeat(n, interleave=True), sampling, step=-1, numbers=numbers)
+            seeds = request_seeds(self.rollouts.seed, -1, numbers)
+            batch = self.rollouts.generate(prompts, n, sampling=sampling, seeds=seeds)
             extras, _ = self.rewards.submit(batch, step).add_to(batch)
             batch = batch[: sum(row < len(dataset) for row in rows) * n]
             results += validated_rows(batch, extras, [first_prompt + row for row in rows for _ in range(n)])

@@ -85,6 +85,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         sync_tolerance=math.inf if rollout.quantization else 1e-3 if dtype == torch.float32 else 0.25,
         max_mismatch=rollout.mismatch_limit,
         recorder=run.recorder,
+        refills=args.max_gen_batches > 0,
     )
 
 

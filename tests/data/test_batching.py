@@ -354,9 +354,8 @@ def test_groups_that_cannot_move_between_ranks_are_one_line(uids):
         group_size_of(batch)
 
 
-@pytest.mark.parametrize("asked, assigned", [(8, 4), (None, 8)])
-def test_groups_in_flight_keep_their_size(asked, assigned):
-    """Whether a copy asks `next` for another size, or assigns it."""
-    rollouts = SimpleNamespace(sizes=SimpleNamespace(group_size=assigned), _async=SimpleNamespace(group_size=4))
-    with pytest.raises(InputError, match="groups of 4 are in flight, and this step asks for 8"):
-        Rollouts._take(rollouts, 1, 0, None, asked)
+@pytest.mark.parametrize("asked", [{"n": 8}, {"n": 4, "limits": [3] * 4}, {"n": 4, "prefixes": [[1]] * 4}])
+def test_groups_in_flight_stay_as_they_began(asked):
+    rollouts = SimpleNamespace(_begun=(4, DataProto))
+    with pytest.raises(InputError, match="--async-level: groups of 4 are in flight, and rollouts"):
+        Rollouts.generate(rollouts, rollout_batch([2], [1]), **asked)

@@ -173,11 +173,10 @@ MUTANTS = {
         "group_of_two_prompts",
         1,
         plant(
-            "lib.rollout.stream:Rollouts._batch_of",
-            "return prompts, prompts.repeat(group_size, interleave=True),",
-            'uids = np.repeat(prompts.non_tensor_batch["uid"], group_size)\n'
-            "    repeated = prompts.repeat(group_size, interleave=False)\n"
-            '    repeated.non_tensor_batch["uid"] = uids\n    return prompts, repeated,',
+            "lib.rollout.stream:Rollouts.generate",
+            "rows = prompts.repeat(n, interleave=True)\n",
+            "rows = prompts.repeat(n, interleave=False)\n"
+            '    rows.non_tensor_batch["uid"] = np.repeat(prompts.non_tensor_batch["uid"], n)\n',
         ),
         variant=True,
     ),

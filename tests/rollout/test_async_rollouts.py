@@ -72,7 +72,7 @@ def batch_of(groups: int, number: int):
     return rows, [1000 * number + i for i in range(len(names))]
 
 
-def on(server, level, order, groups, last_started):
+def on(server, level, order, groups, last_started, last=None):
     return AsyncRollouts(
         server,
         server,
@@ -83,6 +83,7 @@ def on(server, level, order, groups, last_started):
         groups=groups,
         group_size=GROUP,
         last_started=last_started,
+        last=last,
     )
 
 
@@ -131,8 +132,8 @@ def test_no_prompt_is_lost_or_doubled_or_too_old(seed, level, order, groups, tak
 
 @pytest.mark.usefixtures("world")
 def test_no_batch_begins_behind_the_last():
-    queue = on(Server(0, 0), 2, "finished", 2, 0)
-    taken = [queue.take(last=4)[0] for _ in range(4)]
+    queue = on(Server(0, 0), 2, "finished", 2, 0, last=4)
+    taken = [queue.take()[0] for _ in range(4)]
     assert queue.last_started == 4 and not queue.in_flight
     assert sorted(itertools.chain(*(rows.non_tensor_batch["uid"] for rows in taken))) == sorted(
         itertools.chain(*(batch_of(2, number)[0].non_tensor_batch["uid"] for number in range(1, 5)))
@@ -160,8 +161,8 @@ def test_staleness_is_counted_over_sampled_tokens_and_bounded():
     assert found["async/staleness_mean"] == (5, 5) and found["async/staleness_max"] == (2,)
     assert staleness_metrics(versions[1:2], 4)["async/staleness_max"] == (0,)
     batch = rollout_batch([1, 1, 1], [2, 1, 3])
-    assert add_origin(batch, Sampling(3), 4, 0).batch["policy_version"].tolist() == [4, 4, 4]
+    assert add_origin(batch, 4, 0).batch["policy_version"].tolist() == [4, 4, 4]
     batch.batch["weight_versions"] = versions
-    assert add_origin(batch, Sampling(3), 4, 2).batch["policy_version"].tolist() == [3, 4, 2]
+    assert add_origin(batch, 4, 2).batch["policy_version"].tolist() == [3, 4, 2]
     with pytest.raises(AssertionError, match="more than 1 steps ago"):
-        add_origin(batch, Sampling(3), 4, 1)
+        add_origin(batch, 4, 1)

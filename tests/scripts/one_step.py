@@ -67,6 +67,7 @@ class StubRollouts:
 
     def __init__(self, args, steps: Iterator[list[list[Row]]]):
         self.group_size, self.steps, self.multi_turn = args.group_size, steps, args.multi_turn.enabled
+        self.sampling = args.rollout.sampling()
 
     def sync(self, actor, version):
         self.batches, self.version, actor.sampled_since = iter(next(self.steps)), version, version
@@ -80,17 +81,19 @@ class StubRollouts:
     def metrics(self, batch, step):
         return {}
 
-    def next(self) -> DataProto:
+    def prompts(self):
+        return None
+
+    def generate(self, prompts, n=1, sampling=None) -> DataProto:
+        if sampling is not None:
+            return self.greedy()
         whole = next(self.batches)
         own = own_groups(whole, self.group_size).ravel()
         self.batch = as_batch([whole[i] for i in own], self.multi_turn)
         self.batch.batch["policy_version"] += self.version
         return self.batch
 
-    def sample(self, step, number):
-        return self.next()
-
-    def next_greedy(self, step) -> DataProto:
+    def greedy(self) -> DataProto:
         rows = self.batch.non_tensor_batch["row"][:: self.group_size]
         own = {"turn_rewards": [], "reward_model": 0.0}
         return as_batch([Row(**vars(row) | own | {"score": row.greedy_score}) for row in rows])
