@@ -34,6 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import grpo
 from lib import InputError
+from lib.args import Sizes
 from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
 from lib.distributed import (
@@ -65,6 +66,7 @@ from lib.rollout.engine import stop_token_ids
 from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
 from lib.rollout.lora_sync import choose_lora_sync
 from lib.rollout.server_engine import NEUTRAL
+from lib.rollout.stream import check_lengths
 from lib.rollout.vllm_engine import CheckedStream, VLLMEngine, adapter_settings
 from lib.run.checkpoint import write_adapter
 from tests.common import TOY_MODEL, give_generation_config, parse_flags, randomize_lora_b, rollout_batch, save_tiny
@@ -369,6 +371,71 @@ def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
     alone = engine.generate(prompts[[4]], Sampling(10), [seeds[4]]).batch["responses"]
     assert torch.equal(alone[0], together[4])
     assert len({tuple(row) for row in together.tolist()}) == 18  # also the copies of one prompt differ
+
+
+def rollouts_of(engine, seed: int = 1, response_length: int = 8) -> Rollouts:
+    sizes = Sizes(2, 1, 1, 3, 6, 6)
+    fixed = {"steps": range(1, 3), "async_level": 0, "async_order": "prompts", "recorder": NoRecorder()}
+    fixed |= {"sync_tolerance": TOLERANCE, "max_mismatch": 1.0, "world": World(0, 1, torch.device("cpu"))}
+    return Rollouts(engine, engine, None, Sampling(response_length), sizes=sizes, seed=seed, **fixed)
+
+
+def prompts_of_step() -> DataProto:
+    prompts = random_prompts(3)
+    prompts.non_tensor_batch["uid"] = np.array(["1-0", "1-1", "1-2"], dtype=object)
+    return prompts
+
+
+def test_a_step_samples_a_prompt_as_often_as_it_likes(engine_and_model):
+    """The group as ever; then others, and the same in the next run."""
+    engine, _ = engine_and_model
+    prompts = prompts_of_step()
+    group = engine.generate(prompts.repeat(2, interleave=True), Sampling(8), request_seeds(1, 1, list(range(6))))
+    of_runs = []
+    for _ in range(2):
+        rollouts = rollouts_of(engine)
+        batches = [rollouts.generate(prompts, n=2), rollouts.generate(prompts[[0, 0]], n=3)]
+        of_runs.append([batch.batch["responses"] for batch in batches])
+        assert batches[0].batch["policy_version"].tolist() == [0] * 6
+    assert of_runs[0][0].equal(of_runs[1][0]) and of_runs[0][1].equal(of_runs[1][1])
+    assert of_runs[0][0].equal(group.batch["responses"])
+    assert len({tuple(row.tolist()[:8]) for row in (*of_runs[0][0][:2], *of_runs[0][1])}) == 8
+
+
+def test_each_response_has_its_limit(engine_and_model):
+    engine, _ = engine_and_model
+    rollouts, seeds, limits = rollouts_of(engine), request_seeds(1, 1, list(range(6))), [1, 2, 3, 4, 6, 8]
+    whole = rollouts.generate(prompts_of_step(), n=2, seeds=seeds)
+    cut = rollouts.generate(prompts_of_step(), n=2, limits=limits, seeds=seeds)
+    lengths = whole.batch["response_mask"].sum(1).clamp(max=torch.tensor(limits)).tolist()
+    assert cut.batch["response_mask"].sum(1).tolist() == lengths
+    for i, n in enumerate(lengths):
+        assert cut.batch["responses"][i, :n].equal(whole.batch["responses"][i, :n])
+    assert cut.non_tensor_batch["max_response_length"].tolist() == limits
+    with pytest.raises(InputError, match="a response is longer than its limit: generate must keep row_limits"):
+        check_lengths(whole, limits, "mine")
+
+
+def test_a_response_begins_with_the_tokens_that_it_is_given(engine_and_model):
+    """Greedy, the rest is what it was without them. Given tokens are not trained and have no log-prob."""
+    engine, _ = engine_and_model
+    rollouts, greedy = rollouts_of(engine), Sampling(8, temperature=0)
+    whole = rollouts.generate(prompts_of_step(), sampling=greedy)
+    lengths = whole.batch["response_mask"].sum(1).tolist()
+    begun = [0, 1, 5]
+    assert all(n > k for n, k in zip(lengths, begun))
+    prefixes = [row[:k] for row, k in zip(whole.batch["responses"].tolist(), begun)]
+    rest = rollouts.generate(prompts_of_step(), sampling=greedy, prefixes=prefixes)
+    given = torch.arange(8) < torch.tensor(begun)[:, None]
+    for name in ("prompts", "responses", "input_ids", "attention_mask", "position_ids"):
+        assert rest.batch[name].equal(whole.batch[name]), name
+    assert rest.batch["response_mask"].equal(whole.batch["response_mask"] * ~given)
+    expected = whole.batch["rollout_log_probs"].masked_fill(given, 0)
+    torch.testing.assert_close(rest.batch["rollout_log_probs"], expected, rtol=0, atol=1e-4)
+    assert rest.non_tensor_batch["finish_reason"].tolist() == whole.non_tensor_batch["finish_reason"].tolist()
+    for wrong in ([[1]] * 2, [[1]] * 2 + [[1] * 8]):
+        with pytest.raises(InputError, match="each response needs a prefix, shorter than its limit"):
+            rollouts.generate(prompts_of_step(), prefixes=wrong)
 
 
 def test_greedy_takes_the_likeliest_token(engine_and_model):
