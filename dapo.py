@@ -264,12 +264,13 @@ def add_advantages(
 
 
 @timed("update")
-def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, entropy_coef: float) -> tuple[dict, list]:
+def update(args: Args, actor: Policy, batch: DataProto, needs: setup.Needs, entropy_coef: float) -> tuple[dict, list]:
     """update_epochs x num_mini_batches optimizer steps. Returns metrics, and what run.save_rollouts takes."""
     metrics: dict[str, Metric] = {}
     outputs = []  # (rows, log_probs, entropy) of each micro-batch
-    for number, mini_batch in enumerate(batch.split(sizes.local_mini_batch_rows) * args.update_epochs):
-        global_tokens, global_rows = global_counts(mini_batch.batch["denominator_mask"])
+    for number, mini_batch in enumerate(batch.split(needs.sizes.local_mini_batch_rows) * args.update_epochs):
+        tokens, rows = global_counts(mini_batch.batch["denominator_mask"])
+        denominators = {"global_tokens": tokens, "global_rows": rows, "loss_scale_factor": needs.loss_scale_factor}
         for micro in micro_batches(mini_batch, actor):
             t, mask = micro.batch, micro.batch["response_mask"]  # (b, T)
             log_probs, entropy, *outside_top_p = actor.log_probs(micro)
@@ -286,17 +287,10 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
                 kl = core_algos.kl_penalty(log_probs, t["ref_log_prob"], estimator, mask, old_log_probs)
                 losses = losses + args.kl_coef * kl
                 token_metrics["actor/ref_kl"] = kl.detach()
-            loss = core_algos.agg_loss(
-                losses * t["loss_mask"],
-                mask,
-                args.loss_agg_mode,
-                global_tokens=global_tokens,
-                global_rows=global_rows,
-                loss_scale_factor=args.loss_scale_factor or args.rollout.max_response_length,
-            )
+            loss = core_algos.agg_loss(losses * t["loss_mask"], mask, args.loss_agg_mode, **denominators)
             actor.backward(loss)
             add_metrics(metrics, token_means(token_metrics, mask))
-            add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / sizes.updates_per_step)})
+            add_metrics(metrics, {"actor/loss": Sum(loss.detach().double() / needs.sizes.updates_per_step)})
             if number == 0:  # the weights are still those that sampled
                 fresh = mask * t["is_fresh"][:, None]
                 add_metrics(metrics, mismatch_metrics(log_probs, t["rollout_log_probs"], fresh, *outside_top_p))
@@ -306,7 +300,7 @@ def update(args: Args, actor: Policy, batch: DataProto, sizes: shared.Sizes, ent
 
 def main(args: Args) -> None:
     # ---- set-up: errors in flags and data are found before a model loads or a file is written
-    world, needs, inputs = setup.start(args)  # returns on the ranks that train
+    world, needs, inputs = setup.start(args)  # checks flags, data and memory; returns on the ranks that train
     kl_control = setup.make_kl_control(args)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     if args.run.dry_run:
@@ -320,12 +314,11 @@ def main(args: Args) -> None:
     actor = factory.policy("actor", args.model.model, make_optimizer, lr_schedule)
     ref = factory.reference(actor) if args.kl_coef else None
     rollouts = setup.make_rollouts(args, actor, inputs, needs.sizes, run)
-    rewards, validate = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
+    rewards, validation = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
     models = {"actor": actor}
     stateful = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}
     pool = run.load(models, stateful).get("pool", DataProto()).to(world.device)  # DAPO: groups for the next step
-    if run.validates(run.step):
-        run.tracker.log(validate(actor, run.step), run.step)
+    run.validate(validation, actor, run.step)
 
     for step in run.steps():
         # ---- 1 rollout, 2 reward
@@ -351,7 +344,7 @@ def main(args: Args) -> None:
         run.record(batch)
 
         # ---- 5 update
-        updated, outputs = update(args, actor, batch, needs.sizes, entropy_control.value)
+        updated, outputs = update(args, actor, batch, needs, entropy_control.value)
 
         # ---- 6 log
         metrics += [updated, row_metrics(batch) | sampled]  # DAPO: of all sampled rows
@@ -362,12 +355,11 @@ def main(args: Args) -> None:
 
         # ---- 7 validate and save
         run.save_rollouts(step, batch, outputs, inputs.tokenizer)
-        if run.validates(step):
-            run.tracker.log(validate(actor, step), step)
+        run.validate(validation, actor, step)
         run.save(step, models, stateful, batches={"pool": pool} if len(pool) else None)  # DAPO:
 
     run.export(actor, inputs.processor)
-    for part in (run, rewards, validate, rollouts):
+    for part in (run, rewards, validation, rollouts):
         part.close()
 
 

@@ -374,8 +374,8 @@ class _Run:
                 trace.name("reference", module.parameters())
         return {}
 
-    def validates(self, step: int) -> bool:
-        return False
+    def validate(self, *_: Any) -> None:
+        pass
 
     def steps(self) -> list[int]:
         return [self.traced.args.run.total_steps]

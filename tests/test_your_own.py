@@ -367,7 +367,7 @@ def test_the_gradient_of_demonstrations(scripts, monkeypatch, phi):
     actor = SimpleNamespace(
         log_probs=lambda micro: (log_probs[micro.batch["row"]], None), backward=torch.Tensor.backward
     )
-    monkeypatch.setattr(chord, "micro_batches", lambda batch, _: [(batch[:2], None), (batch[2:], None)])
+    monkeypatch.setattr(chord, "micro_batches", lambda batch, _: [batch[:2], batch[2:]])
     monkeypatch.setattr(chord, "global_counts", lambda mask: (6, 3))
     chord.imitate(chord.Args(phi=phi), actor, demos, 0.25)
     for i in range(4):

@@ -16,10 +16,10 @@ import math
 import shlex
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Annotated, Any
 from unittest import mock
 
@@ -137,7 +137,7 @@ class Lens:
 
     def _update(self, *args: Any, **more: Any):
         given = signature(self.update).bind(*args, **more).arguments
-        sizes = given["sizes"]
+        sizes = given["needs"].sizes
         self.given, self.number = given, 0
         self.mini_batches = {
             name: self._batch_of(own, given["actor"], sizes).split(sizes.local_mini_batch_rows)
@@ -177,7 +177,8 @@ class Lens:
             own = mini_batches[self.number % len(mini_batches)]
             self.probe = _Probe(self.given["actor"])
             given = self.given | {"actor": self.probe, "batch": own.select(), "args": _once(args)}
-            given["sizes"] = SimpleNamespace(local_mini_batch_rows=rows, updates_per_step=1)
+            sizes = replace(given["needs"].sizes, local_mini_batch_rows=rows, num_mini_batches=1, update_epochs=1)
+            given["needs"] = setup.check(args, given["actor"].world.device, sizes)
             if "critic" in given:
                 given["critic"] = _NoCritic(given["critic"])
             self.update(**given)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from inspect import signature
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 from unittest import mock
 
@@ -334,7 +334,8 @@ class Step:
         """The gradient of each batch's own loss by the log-probs of its rows (B, T). All have the same counts."""
         script, actor = self.script, _TablePolicy()
         given = {"actor": actor, "critic": _TablePolicy(), "batch": rows, "entropy_coef": 0.0, "warm_up": False}
-        given |= {"args": self.args, "sizes": SimpleNamespace(local_mini_batch_rows=len(rows), updates_per_step=1)}
+        sizes = replace(self.needs.sizes, local_mini_batch_rows=len(rows), num_mini_batches=1, update_epochs=1)
+        given |= {"args": self.args, "needs": replace(self.needs, sizes=sizes)}
         counts = lambda mask: (float(mask.sum()) / batches, float(mask.any(1).sum()) / batches)  # noqa: E731
         with mock.patch.multiple(script, micro_batches=_one_micro_batch, global_counts=counts):
             script.update(**{name: given[name] for name in signature(script.update).parameters})

@@ -27,7 +27,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -177,6 +177,11 @@ class Run:
             distributed.on_first_rank(lambda: check_mismatch(*mismatch))
         self._stop_if_reached(step)
         return reduced
+
+    def validate(self, validation: Callable[[Any, int], dict[str, float]], actor: TrainedModel, step: int) -> None:
+        """Validates and logs, if that is due after this step. A collective."""
+        if self.validates(step):
+            self.tracker.log(validation(actor, step), step)
 
     def validates(self, step: int) -> bool:
         """True if validation is due after this step, or before the first one."""

@@ -44,7 +44,7 @@ class ModelFactory:
         if not args.validation.val_only:
             models.check_sampling(sampling)
         self.forward = ForwardConfig(tokens, sampling, row_group, needs.dtype, self.model.routing_replay)
-        self.loss = loss_flags(args, needs.dtype)
+        self.loss = loss_flags(args, needs)
 
     def policy(self, name: str, path: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule) -> Policy:
         """A model that samples and trains. name: the prefix of its metrics."""
@@ -130,13 +130,13 @@ class ModelFactory:
         }
 
 
-def loss_flags(args: ScriptArgs, dtype: torch.dtype) -> LossFlags:
+def loss_flags(args: ScriptArgs, needs: Needs) -> LossFlags:
     """What the checks of each update know of the policy's loss."""
     kl_of_ratio = args.kl_coef and (args.kl_estimator or "").endswith("_unbiased")
     plain = args.loss == "vanilla" and not kl_of_ratio
     clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c) if plain else None
-    apart = math.inf if args.run.replay else APART.get(dtype, math.inf)  # a replay may train other weights
-    return LossFlags(args.loss_agg_mode, args.loss_scale_factor or args.rollout.max_response_length, clip, apart)
+    apart = math.inf if args.run.replay else APART.get(needs.dtype, math.inf)  # a replay may train other weights
+    return LossFlags(args.loss_agg_mode, needs.loss_scale_factor, clip, apart)
 
 
 def use_cores(shard: ShardArgs, device: torch.device) -> None:

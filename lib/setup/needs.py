@@ -24,6 +24,7 @@ class Needs:
 
     sizes: Sizes
     dtype: torch.dtype  # in which models compute
+    loss_scale_factor: float  # --loss-scale-factor, or its default
     correction: dict[str, Any]  # keywords of compute_rollout_correction; {}: no correction
     columns: tuple[str, ...]  # that add_advantages reads besides those that are always gathered
     log_probs: tuple[str, ...]  # columns of the policy's pass before the update; (): no pass
@@ -40,7 +41,15 @@ def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) ->
     check_engine(args, device, dtype, correction)
     log_probs = log_probs_before_update(args, sizes, correction)
     effective = effective_settings(args, device, dtype, correction, log_probs)
-    return Needs(sizes, dtype, correction, gathered_columns(args, correction), log_probs, effective)
+    return Needs(
+        sizes,
+        dtype,
+        args.loss_scale_factor or args.rollout.max_response_length,
+        correction,
+        gathered_columns(args, correction),
+        log_probs,
+        effective,
+    )
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -106,30 +106,26 @@ def parsed(script, world_size, *flags):
 
 
 def set_up(name, world, *flags):
-    """(script, args, sizes, models)"""
+    """(script, args, needs, models)"""
     script = importlib.import_module(name)
     args = parsed(script, world.size, *flags)
-    factory = factory_of(args, world)
+    needs = setup.check(args, torch.device("cpu"), step_sizes(args, world.size))
+    factory = setup.ModelFactory(args, needs, world)
     optimizing = partial(torch.optim.AdamW, lr=1e-3, fused=True), lambda update: 1.0
     with patch.object(setup.models, "shard_model", placed):
         models = [factory.policy("actor", args.model.model, *optimizing)]
         if name == "ppo":
             models.append(factory.critic("critic", args.model.model, *optimizing))
-    return script, args, step_sizes(args, world.size), models
-
-
-def factory_of(args, world):
-    needs = setup.check(args, torch.device("cpu"), step_sizes(args, world.size))
-    return setup.ModelFactory(args, needs, world)
+    return script, args, needs, models
 
 
 def updated(name, world, *flags):
     """(metrics, log-probs of the rows) of an update of two mini-batches. Then `events` has its events."""
-    script, args, sizes, models = set_up(name, world, *flags)
+    script, args, needs, models = set_up(name, world, *flags)
     batch = rows(world)
     models[0].checks.on_policy = True  # as after check_rows
     events.clear()
-    metrics, outputs = script.update(args, *models, batch, sizes, 0.01, *[False] * (name == "ppo"))
+    metrics, outputs = script.update(args, *models, batch, needs, 0.01, *[False] * (name == "ppo"))
     noted = list(events)
     add_outputs(batch, outputs)
     results = reduce_metrics(metrics), batch.batch["log_probs"].cpu()
@@ -253,9 +249,9 @@ def test_images(here, kind, tmp_path):
 
 def prepared(world, *flags):
     """PPO's models and a reference: (actor, critic, reference)."""
-    _, args, _, (actor, critic) = set_up("ppo", world, *flags)
+    _, args, needs, (actor, critic) = set_up("ppo", world, *flags)
     with patch.object(setup.models, "shard_model", placed):
-        return actor, critic, factory_of(args, world).reference(actor)
+        return actor, critic, setup.ModelFactory(args, needs, world).reference(actor)
 
 
 @on_gpu
@@ -307,16 +303,16 @@ def test_checkpoint_and_export(here, tmp_path):
     exported = []
     for world, other in ((on_cpu(here), here), (here, on_cpu(here))):
         folder = tmp_path / world.device.type
-        script, args, sizes, [actor] = set_up("grpo", world)
-        script.update(args, actor, rows(world), sizes, 0.0)
+        script, args, needs, [actor] = set_up("grpo", world)
+        script.update(args, actor, rows(world), needs, 0.0)
         parts = {"actor": (actor.module, actor.optimizer)}
         saved = save_checkpoint(
             folder, 1, models=parts, schedulers={"actor": actor.scheduler}, trainer_state={}, keep=0
         )
-        script, args, sizes, [actor] = set_up("grpo", other)
+        script, args, needs, [actor] = set_up("grpo", other)
         parts = {"actor": (actor.module, actor.optimizer)}
         load_checkpoint(saved.result(), models=parts, schedulers={"actor": actor.scheduler})
-        script.update(args, actor, rows(other), sizes, 0.0)
+        script.update(args, actor, rows(other), needs, 0.0)
         export_hf(actor.module, load_tokenizer(TOY_MODEL), folder / "model", torch.float32)
         exported.append(load_file(folder / "model/model.safetensors"))
     # Adam divides by the root of a gradient's square: where that is rounding only, a step of 1e-3 has another sign

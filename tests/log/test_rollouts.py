@@ -47,24 +47,20 @@ from lib.model.trained import Policy
 from lib.run.run import Run
 
 seen = {}  # log_probs and entropy of each row, in the last call
-record, compute, save = Run.record, Policy.log_probs, Run.save_rollouts
-
-def record_and_number(self, batch):
-    record(self, batch)
-    batch.batch["row"] = torch.arange(len(batch))
+compute, save = Policy.log_probs, Run.save_rollouts
 
 def compute_and_record(self, micro):
     outputs = compute(self, micro)
     seen.update((int(row), (a.detach(), b.detach())) for row, a, b in zip(micro.batch["row"], *outputs))
     return outputs
 
-def save_and_record(self, step, batch, tokenizer):
+def save_and_record(self, step, batch, outputs, tokenizer):
     batch.meta_info.clear()
     torch.save((batch, dict(seen)), Path(__file__).with_name(f"{step}.pt"))
     seen.clear()
-    save(self, step, batch, tokenizer)
+    save(self, step, batch, outputs, tokenizer)
 
-Run.record, Policy.log_probs, Run.save_rollouts = record_and_number, compute_and_record, save_and_record
+Policy.log_probs, Run.save_rollouts = compute_and_record, save_and_record
 
 def score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str[-1:] in "478":

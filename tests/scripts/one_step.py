@@ -129,13 +129,10 @@ class StubRun:
         self.logged.append(reduce_metrics(merge_metrics(metrics)))
         return self.logged[-1]
 
-    def validates(self, step):
-        return False
-
     def ignore(self, *args, **kwargs):
         pass
 
-    record = save_rollouts = save = export = close = ignore
+    validate = record = save_rollouts = save = export = close = ignore
 
 
 class StubScorers:
