@@ -139,7 +139,7 @@ What happens to a column:
 - **Balance, micro-batches, recording**: all columns go with their rows.
 - **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) on the right, and (B, L) on both sides.
 - **Gathered**: `add_advantages` sees the rows of all ranks. "always": where the batch has the column; "if read": where
-  the estimator, correction, masks or KL of the run declare it ([`def gathered_columns(`](../lib/setup/needs.py));
+  the estimator, correction, masks or KL of the run declare it ([`def read_columns(`](../lib/setup/needs.py));
   a script names its own: `gather_rows(batch, [..., "my_column"])`.
 - **Saved**: the columns of `runs/NAME/rollouts/*.parquet` that are made of it
   ([`def write_rollouts(`](../lib/log/rollouts.py)).

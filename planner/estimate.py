@@ -21,7 +21,7 @@ from lib.distributed import (
 )
 from lib.log.throughput import PEAK_TFLOPS, peak_tflops
 from lib.model.flops import flops_of
-from lib.setup import Inputs, gathered_columns, get_compute_dtype, log_probs_before_update, rollout_correction
+from lib.setup import Inputs, get_compute_dtype, read_columns, rollout_correction
 from planner.memory import GIB, Moments, estimate_memory, fits, kv_bytes_per_token, memory_table, meta_model
 from planner.plan import EngineRates, Split, plan_table, predict, read_lengths
 from planner.roofline import Speed
@@ -80,8 +80,8 @@ def gpu_here() -> Gpu:
 def log_prob_passes(args: ScriptArgs, sizes: Sizes) -> int:
     """Forward passes with the policy or its reference before the update, on a GPU."""
     correction = rollout_correction(args, get_compute_dtype(args.model.compute_dtype, ESTIMATED))
-    needed = log_probs_before_update(args, sizes, correction)
-    return bool(needed) + (args.kl_coef > 0)
+    _, log_probs = read_columns(args, correction, sizes.updates_per_step)
+    return bool(log_probs) + (args.kl_coef > 0)
 
 
 def flops_of_step(args: ScriptArgs, sizes: Sizes, response_length: int | None = None) -> StepFlops:
@@ -151,7 +151,7 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
 def gathered_bytes_per_token(args: ScriptArgs) -> int:
     """At most, of a response token: its gathered columns, and those that add_advantages writes."""
     correction = rollout_correction(args, get_compute_dtype(args.model.compute_dtype, ESTIMATED))
-    read = gathered_columns(args, correction)
+    read, _ = read_columns(args, correction, updates_per_step=1)
     gathered = [column for name, column in COLUMNS.items() if name in read or column.gathered == "always"]
     columns = [*gathered, *TABLE["grpo.py: add_advantages"]]
     return sum(getattr(torch, column.dtype).itemsize for column in columns if column.width == "T")

@@ -14,7 +14,7 @@ from lib.distributed import World
 from lib.log.rollouts import rollouts_table, taken_out
 from lib.model import load_tokenizer
 from lib.rollout import fit_columns
-from lib.setup import gathered_columns
+from lib.setup import read_columns
 from planner.estimate import gathered_bytes_per_token
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, parse_flags, ran, run_ranks
 from tests.log.test_rollouts import TOOLS, trained_batch
@@ -95,7 +95,7 @@ READ = {  # what a run declares, besides the columns that are always gathered
 @pytest.mark.parametrize("flags", READ)
 def test_estimator_correction_masks_and_kl_declare_what_they_read(flags):
     args = parse_flags(grpo.Args, flags.split())
-    names = gathered_columns(args, args.rollout_correction.settings())
+    names, _ = read_columns(args, args.rollout_correction.settings(), updates_per_step=1)
     assert [*names] == READ[flags].split()
     default = parse_flags(grpo.Args, [])
     assert gathered_bytes_per_token(args) == gathered_bytes_per_token(default) + 4 * len(names)

@@ -61,7 +61,7 @@ class AsyncRollouts:
         version: int = self.engine.version
         self._resume(version)
         batches = self.level + (self.order == "prompts")
-        while len(self.in_flight) < batches * self.groups and self.last_started != self.last:
+        while len(self.in_flight) < (self.groups if self.last_started == self.last else batches * self.groups):
             self.last_started += 1
             self._start(*self.begin(self.last_started), None, version)
         self.engine.wait_until(lambda: self._next(version) is not None)

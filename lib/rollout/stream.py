@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 ENGINES: dict[str, str] = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.rollout.vllm_engine:VLLMEngine"}
 ENGINES["://"] = "lib.rollout.server_engine:ServerEngine"  # for any URL
+Prefixes = Sequence[Sequence[int]] | None
 AGAIN = 40  # bits: a response that a step asks for again has the seed of a step 2**16 later
 
 
@@ -251,7 +252,7 @@ class Rollouts:
         *,
         sampling: Sampling | None = None,
         limits: Sequence[int] | None = None,
-        prefixes: Sequence[Sequence[int]] | None = None,
+        prefixes: Prefixes = None,
         seeds: list[int] | None = None,
     ) -> DataProto:
         """(B, P + T): n responses to each prompt, next to each other. A collective.
@@ -262,14 +263,13 @@ class Rollouts:
         if a prompt is asked again.
 
         With --async-level the groups of prompts() have begun already: raises InputError for other than theirs."""
-        rows = prompts.repeat(n, interleave=True)
         if self._begun is not None and sampling is None:
             (size, collected), self._begun = self._begun, None
             if n != size or limits is not None or prefixes is not None:
                 why = f"groups of {size} are in flight, and rollouts.generate asks for {n}, or for limits or prefixes"
                 raise InputError(f"--async-level: {why}")
-            return self._checked(collected(), [self.sampling.max_response_length] * len(rows))
-        sampling = sampling or self.sampling
+            return self._checked(collected(), [self.sampling.max_response_length] * (n * len(prompts)))
+        sampling, rows = sampling or self.sampling, prompts.repeat(n, interleave=True)
         limits = [sampling.max_response_length] * len(rows) if limits is None else list(limits)
         seeds = seeds or self._seeds(prompts, n, sampling)
         produce = partial(self._sample, rows, sampling, limits, prefixes, seeds)
@@ -342,12 +342,7 @@ class Rollouts:
             raise InputError(f"resume: {what}, which would be lost without --async-level: set it as before")
 
     def _sample(
-        self,
-        rows: DataProto,
-        sampling: Sampling,
-        limits: list[int],
-        prefixes: Sequence[Sequence[int]] | None,
-        seeds: list[int],
+        self, rows: DataProto, sampling: Sampling, limits: list[int], prefixes: Prefixes, seeds: list[int]
     ) -> DataProto:
         asked, single_turn = rows.select(), self.sampler is self.engine
         if prefixes is not None:
@@ -415,7 +410,7 @@ def check_lengths(batch: DataProto, limits: list[int], engine: str) -> None:
         raise InputError(f"--rollout-engine {engine}: {why} (lib/rollout/engine.py)")
 
 
-def join_prefixes(rows: DataProto, prefixes: Sequence[Sequence[int]], batch: DataProto, pad_token_id: int) -> DataProto:
+def join_prefixes(rows: DataProto, prefixes: Sequence, batch: DataProto, pad_token_id: int) -> DataProto:
     """The rows with responses that begin with their prefixes. batch: what was sampled after these. A collective."""
     t, reasons = batch.batch, batch.non_tensor_batch["finish_reason"]
     lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1).tolist()

@@ -10,11 +10,10 @@ from lib.setup.needs import (
     Needs,
     check,
     check_engine,
-    gathered_columns,
     get_attention,
     get_compute_dtype,
-    log_probs_before_update,
     make_kl_control,
+    read_columns,
     rollout_correction,
 )
 from lib.setup.ranks import choose_engine, join, start, use_batch_invariant_kernels

@@ -3,20 +3,14 @@
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import model as models
 from lib.args import OptimizerArgs, ScriptArgs, ShardArgs
-from lib.distributed import (
-    World,
-    make_mesh,
-    make_row_group,
-    shard_model,
-    trainable_parameters,
-)
+from lib.distributed import World, make_mesh, make_row_group, shard_model, trainable_parameters
 from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
 from lib.seeds import set_seed
 from lib.setup.needs import Needs, get_attention
@@ -25,6 +19,7 @@ USUAL_LR = {"full fine-tuning": (1e-7, 3e-5), "LoRA": (2e-6, 1e-3)}  # of AdamW 
 SMALLEST = 10**8  # parameters of a model for which these are usual
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+T = TypeVar("T", Policy, Critic)
 Schedule = Callable[[int], float]  # the factor of the learning rate at an optimizer update, counted from 0
 
 
@@ -35,6 +30,7 @@ class ModelFactory:
     def __init__(self, args: ScriptArgs, needs: Needs, world: World):
         self.world, self.seed = world, args.run.seed
         self.model, self.shard, self.max_grad_norm = args.model, args.shard, args.optimizer.max_grad_norm
+        self.trust = {"trust_remote_code": args.model.trust_remote_code}
         torch.manual_seed(self.seed + world.rank)
         set_seed(self.seed + world.rank)
         use_cores(self.shard, world.device)
@@ -49,12 +45,14 @@ class ModelFactory:
     def policy(self, name: str, path: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule) -> Policy:
         """A model that samples and trains. name: the prefix of its metrics."""
         module = models.load_model(path, **self._options(path))
-        return Policy(name, **self._trained(module, name, make_optimizer, lr_schedule), checks=UpdateChecks(self.loss))
+        policy = self._trained(Policy, name, module, make_optimizer, lr_schedule)
+        policy.checks = UpdateChecks(self.loss)
+        return policy
 
     def critic(self, name: str, path: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule) -> Critic:
         """PPO's critic: the model at `path` with its value head, or a new one. The rest as in `policy`."""
         module = models.load_critic(path, **self._options(path))
-        return Critic(name, **self._trained(module, name, make_optimizer, lr_schedule))
+        return self._trained(Critic, name, module, make_optimizer, lr_schedule)
 
     def reference(self, actor: Policy) -> Reference:
         """The start model, as the reference of the KL."""
@@ -65,48 +63,36 @@ class ModelFactory:
     def frozen(self, path: str, flag: str) -> Reference:
         """A model that only computes log-probs, such as a reference or a teacher; --cpu-offload ref offloads all of
         these. flag: the flag that gave the path, for messages. Raises InputError."""
-        trust = {"trust_remote_code": self.model.trust_remote_code}
-        models.check_sequence_parallel(path, self.shard.sequence_parallel_size, flag=flag, **trust)
-        models.check_tensor_parallel(path, self.shard.tensor_parallel_size, flag=flag, **trust)
+        models.check_sequence_parallel(path, self.shard.sequence_parallel_size, flag=flag, **self.trust)
+        models.check_tensor_parallel(path, self.shard.tensor_parallel_size, flag=flag, **self.trust)
         module = models.load_model(path, flag=flag, **self._options(path, trainable=False)).requires_grad_(False)
         return Reference(self._placed(module, "ref"), self.forward)
 
     def reward_model(self, path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """(--reward-model, its tokenizer). Each rank runs its own rows."""
-        dtype, trust = self.forward.compute_dtype, {"trust_remote_code": self.model.trust_remote_code}
-        module, tokenizer = models.load_reward_model(path, dtype=dtype, on_meta=True, **trust)
+        dtype, offload = self.forward.compute_dtype, "reward_model" in self.shard.cpu_offload
+        module, tokenizer = models.load_reward_model(path, dtype=dtype, on_meta=True, **self.trust)
         mesh = make_mesh(self.world, self.shard.dp_replicate_size)
-        offload = "reward_model" in self.shard.cpu_offload
         return shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
 
     def _options(self, path: str, trainable: bool = True) -> dict[str, Any]:
         """The keywords by which a model is loaded."""
         dtype, attention = self.forward.compute_dtype, self.model.attn_implementation
-        trust = {"trust_remote_code": self.model.trust_remote_code}
         return {
             "dtype": torch.float32 if trainable and not self.model.lora_rank else dtype,  # fp32 master weights
-            "attn_implementation": get_attention(attention, dtype, self.world.device, path, **trust),
+            "attn_implementation": get_attention(attention, dtype, self.world.device, path, **self.trust),
             "padding_free": self.model.padding_free,
             "share_prompts": self.model.share_prompts,
             "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
             "offload_activations": "activations" in self.shard.cpu_offload,
             "on_meta": True,
-            **trust,
+            **self.trust,
         }
 
-    def _placed(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
-        """The model with fast kernels, split over the ranks."""
-        if self.model.compile:
-            models.compile_layers(module)
-        if self.model.use_liger_kernel:
-            models.use_liger_kernel(module, self.world.device)
-        self.forward.modules.append(module)
-        return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=name in self.shard.cpu_offload)
-
     def _trained(
-        self, module: PreTrainedModel, name: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule
-    ) -> dict[str, Any]:
-        """The fields of a TrainedModel but for its name. It trains LoRA adapters, or all weights but --freeze's."""
+        self, kind: type[T], name: str, module: PreTrainedModel, make_optimizer: MakeOptimizer, lr_schedule: Schedule
+    ) -> T:
+        """Trains LoRA adapters, or all weights but --freeze's."""
         if self.model.lora_rank:
             settings: dict[str, Any] = {"rank": self.model.lora_rank, "alpha": self.model.lora_alpha}
             settings |= {"target_modules": self.model.lora_target_modules, "seed": self.seed}
@@ -119,15 +105,18 @@ class ModelFactory:
         note = lr_note(name, optimizer, "LoRA" if self.model.lora_rank else "full fine-tuning", parameters)
         if note and self.world.rank == 0:
             print(note, flush=True)
-        return {
-            "module": module,
-            "optimizer": optimizer,
-            "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lr_schedule),
-            "world": self.world,
-            "forward": self.forward,
-            "max_grad_norm": self.max_grad_norm,
-            "reduce_each_micro_batch": self.shard.reduce_each_micro_batch,
-        }
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_schedule)
+        limits = self.max_grad_norm, self.shard.reduce_each_micro_batch
+        return kind(name, module, optimizer, scheduler, self.world, self.forward, *limits)
+
+    def _placed(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
+        """The model with fast kernels, split over the ranks."""
+        if self.model.compile:
+            models.compile_layers(module)
+        if self.model.use_liger_kernel:
+            models.use_liger_kernel(module, self.world.device)
+        self.forward.modules.append(module)
+        return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=name in self.shard.cpu_offload)
 
 
 def loss_flags(args: ScriptArgs, needs: Needs) -> LossFlags:

@@ -37,19 +37,18 @@ def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) ->
     sizes = sizes or step_sizes(args, training_ranks(args))
     dtype = get_compute_dtype(args.model.compute_dtype, device)
     correction = rollout_correction(args, dtype)
-    check_algorithm(args, correction)
+    if args.adv_estimator:
+        settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
+        core_algos.get_adv_estimator_fn(args.adv_estimator, settings)
+    core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
+    core_algos.check_token_masks(args.token_masks.settings(args.loss))
+    if correction:
+        core_algos.get_rollout_correction_fn(correction)
     check_engine(args, device, dtype, correction)
-    log_probs = log_probs_before_update(args, sizes, correction)
+    columns, log_probs = read_columns(args, correction, sizes.updates_per_step)
+    scale = args.loss_scale_factor or args.rollout.max_response_length
     effective = effective_settings(args, device, dtype, correction, log_probs)
-    return Needs(
-        sizes,
-        dtype,
-        args.loss_scale_factor or args.rollout.max_response_length,
-        correction,
-        gathered_columns(args, correction),
-        log_probs,
-        effective,
-    )
+    return Needs(sizes, dtype, scale, correction, columns, log_probs, effective)
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -92,17 +91,6 @@ def rollout_correction(args: ScriptArgs, dtype: torch.dtype) -> dict[str, Any]:
     return correction
 
 
-def check_algorithm(args: ScriptArgs, correction: dict) -> None:
-    """Raises InputError for names and hyper-parameters of the estimator, loss, masks and correction."""
-    if args.adv_estimator:
-        settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
-        core_algos.get_adv_estimator_fn(args.adv_estimator, settings)
-    core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
-    core_algos.check_token_masks(args.token_masks.settings(args.loss))
-    if correction:
-        core_algos.get_rollout_correction_fn(correction)
-
-
 def check_engine(args: ScriptArgs, device: torch.device, dtype: torch.dtype, correction: dict) -> None:
     """Raises InputError for what vLLM cannot do on this device, or with which it samples uncorrected."""
     if args.rollout.quantization:
@@ -129,21 +117,16 @@ def check_quantization(name: str, dtype: torch.dtype, device: torch.device, corr
         raise InputError(f"{flag}: the engine samples from other probabilities than the loss assumes: {fix}")
 
 
-def log_probs_before_update(args: ScriptArgs, sizes: Sizes, correction: dict) -> tuple[str, ...]:
-    """What a pass with the policy before the update computes: old_log_probs and entropys, and for some estimators
-    squared_score. Nothing, where nothing reads it: with one update a step the ratio is 1."""
-    read = set.union(*Reads(args, correction=correction).columns())
+def read_columns(args: ScriptArgs, correction: dict, updates_per_step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(columns that add_advantages gathers only if something reads them, columns of the policy's pass before the
+    update). No pass, where nothing reads it: with one update a step the ratio is 1."""
+    gathered, of_update = Reads(args, correction=correction).columns()
+    columns = tuple(name for name, column in COLUMNS.items() if name in gathered and column.gathered == "if read")
+    read = gathered | of_update
     if "squared_score" in read:
-        return "old_log_probs", "entropys", "squared_score"
-    needed = sizes.updates_per_step > 1 or args.old_log_probs == "recompute" or {"old_log_probs", "entropys"} & read
-    return ("old_log_probs", "entropys") if needed else ()
-
-
-def gathered_columns(args: ScriptArgs, correction: dict) -> tuple[str, ...]:
-    """Columns of the rows of all ranks that this run's estimator, correction, token masks and KL read, besides those
-    that are always gathered."""
-    read, _ = Reads(args, correction=correction).columns()
-    return tuple(name for name, column in COLUMNS.items() if name in read and column.gathered == "if read")
+        return columns, ("old_log_probs", "entropys", "squared_score")
+    needed = updates_per_step > 1 or args.old_log_probs == "recompute" or {"old_log_probs", "entropys"} & read
+    return columns, ("old_log_probs", "entropys") if needed else ()
 
 
 def effective_settings(

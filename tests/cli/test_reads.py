@@ -156,7 +156,7 @@ def outcome(args: dapo.Args) -> tuple[torch.Tensor, ...] | None:
     try:
         control = setup.make_kl_control(args)
         correction = args.rollout_correction.settings()
-        needs = SimpleNamespace(correction=correction, columns=setup.gathered_columns(args, correction))
+        needs = SimpleNamespace(correction=correction, columns=setup.read_columns(args, correction, 1)[0])
         dapo.add_advantages(args, batch, needs, control, 1)
         beta, t = control.value, batch.batch  # after the controller's step
         several = args.num_mini_batches * args.update_epochs > 1
