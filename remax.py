@@ -132,7 +132,7 @@ def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor
 def add_advantages(
     args: Args, batch: DataProto, needs: setup.Needs, kl_control: core_algos.AdaptiveKLController, step: int
 ) -> dict[str, Metric]:
-    """Adds advantages and loss masks (B, T). Estimators, corrections and masks see the rows of all ranks."""
+    """Adds advantages and loss masks (B, T), which depend on the rows of all ranks."""
     rows = gather_rows(batch, needs.columns)
     metrics: dict[str, Metric] = {}
     masks = core_algos.LossMasks(rows["response_mask"])  # .loss_mask, .denominator_mask and .valid_mask (B, T)
@@ -145,7 +145,8 @@ def add_advantages(
             rows["rollout_is_weights"] = weights
     rewards, valid_mask = rows["token_level_scores"], masks.valid_mask
     if args.kl_coef > 0 and args.kl_placement == "reward":
-        kl = core_algos.kl_penalty(rows["old_log_probs"], rows["ref_log_prob"], args.kl_estimator or "k1", valid_mask)
+        estimator = args.kl_estimator or "k1"
+        kl = core_algos.kl_penalty(rows["old_log_probs"], rows["ref_log_prob"], estimator, valid_mask)
         rewards, mean_kl = core_algos.apply_kl_penalty(rewards, kl, valid_mask, kl_control.value)
         metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": kl_control.value}
         kl_control.update(mean_kl, len(valid_mask))
@@ -161,10 +162,11 @@ def add_advantages(
 
 @timed("update")
 def update(args: Args, actor: Policy, batch: DataProto, needs: setup.Needs, entropy_coef: float) -> tuple[dict, list]:
-    """update_epochs x num_mini_batches optimizer steps. Returns metrics, and what run.save_rollouts takes."""
+    """update_epochs x num_mini_batches optimizer steps. Returns (metrics, outputs)."""
     metrics: dict[str, Metric] = {}
-    outputs = []  # (rows, log_probs, entropy) of each micro-batch
-    for number, mini_batch in enumerate(batch.split(needs.sizes.local_mini_batch_rows) * args.update_epochs):
+    outputs = []  # (rows, log_probs, entropy) of each micro-batch, for run.save_rollouts
+    mini_batches = batch.split(needs.sizes.local_mini_batch_rows)
+    for number, mini_batch in enumerate(mini_batches * args.update_epochs):
         tokens, rows = global_counts(mini_batch.batch["denominator_mask"])
         denominators = {"global_tokens": tokens, "global_rows": rows, "loss_scale_factor": needs.loss_scale_factor}
         for micro in micro_batches(mini_batch, actor):
@@ -196,12 +198,12 @@ def update(args: Args, actor: Policy, batch: DataProto, needs: setup.Needs, entr
 
 def main(args: Args) -> None:
     # ---- set-up: errors in flags and data are found before a model loads or a file is written
-    world, needs, inputs = setup.start(args)  # checks flags, data and memory; returns on the ranks that train
+    world, needs, inputs = setup.start(args)  # checks flags and data; returns on ranks that train
     kl_control = setup.make_kl_control(args)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     if args.run.dry_run:
         return
-    run = open_run(args, world, __file__, needs.effective)  # its folder, its logs, the checkpoint to resume from
+    run = open_run(args, world, __file__, needs.effective)  # its folder, logs, checkpoint
 
     factory = setup.ModelFactory(args, needs, world)
     o = args.optimizer
@@ -226,7 +228,7 @@ def main(args: Args) -> None:
         batch, greedy, imbalance = rollouts.balanced(actor, batch, greedy)
 
         # ---- 2 reward
-        pending = rewards.submit(batch, step)  # scored in other processes while this one computes log-probs
+        pending = rewards.submit(batch, step)  # in other processes, during the log-probs
         pending_greedy = rewards.submit(greedy, step)
 
         # ---- 3 log-probs

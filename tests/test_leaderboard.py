@@ -17,7 +17,7 @@ IDEA = """Twice the learning rate.
  def main(args: Args) -> None:
 +    args.optimizer.lr *= 2
      # ---- set-up: errors in flags and data are found before a model loads or a file is written
-     world, needs, inputs = setup.start(args)  # checks flags, data and memory; returns on the ranks that train
+     world, needs, inputs = setup.start(args)  # checks flags and data; returns on ranks that train
 """
 
 

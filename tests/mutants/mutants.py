@@ -174,8 +174,8 @@ MUTANTS = {
         1,
         plant(
             "lib.rollout.stream:Rollouts.generate",
-            "rows = prompts.repeat(n, interleave=True)\n",
-            "rows = prompts.repeat(n, interleave=False)\n"
+            "prompts.repeat(n, interleave=True)\n",
+            "prompts.repeat(n, interleave=False)\n"
             '    rows.non_tensor_batch["uid"] = np.repeat(prompts.non_tensor_batch["uid"], n)\n',
         ),
         variant=True,
@@ -245,7 +245,7 @@ MUTANTS = {
         "a mean within each micro-batch, then a sum or mean over micro-batches",
         "loss_share",
         1,
-        plant("grpo:update", "global_tokens=global_tokens,\n                global_rows=global_rows,", ""),
+        plant("grpo:update", '"global_tokens": tokens, "global_rows": rows, ', ""),
         SMALL_MICRO_BATCHES,
     ),
     "padding_trained": Mutant(
