@@ -118,7 +118,8 @@ class CountReads(TorchDispatchMode):
 def host_syncs(options: Options, device: torch.device) -> Iterator[dict]:
     """Those of grpo.py's own update, per micro-batch: the difference of an update in 8 micro-batches and one in 2."""
     import grpo
-    from lib import args as shared
+    from lib import setup
+    from lib.args import Sizes
 
     model = sharded(random_model(shape(options, "qwen2.5-0.5b"), device, num_hidden_layers=2))
     optimizer = torch.optim.AdamW(trainable_parameters(model), lr=0.0, fused=True)
@@ -126,12 +127,13 @@ def host_syncs(options: Options, device: torch.device) -> Iterator[dict]:
     batch = random_batch([8] * 16, [24] * 16, model.config.vocab_size, device)
     mask = batch.batch["response_mask"].float()
     same = dict.fromkeys(("loss_mask", "denominator_mask", "valid_mask"), batch.batch["response_mask"].bool())
-    batch.batch.update(same | {"rollout_log_probs": -mask, "advantages": mask, "is_fresh": mask.any(1)})
-    counts = {}
+    numbers = torch.arange(len(mask), device=device)
+    batch.batch.update(same | {"rollout_log_probs": -mask, "advantages": mask, "is_fresh": mask.any(1), "row": numbers})
+    needs, counts = setup.check(grpo.Args(), torch.device("cpu"), Sizes(1, 1, 1, 16, 16, 16)), {}
     for parts in (2, 8):
         forward = ForwardConfig(32 * 16 // parts, Sampling(16), None, torch.bfloat16)
         actor = Policy("actor", model, optimizer, schedule, the_world(), forward, 1.0, False)
-        update = partial(grpo.update, grpo.Args(), actor, batch, shared.Sizes(1, 1, 1, 16, 16, 16), 0.0)
+        update = partial(grpo.update, grpo.Args(), actor, batch, needs, 0.0)
         update()
         counts[parts] = syncs_of(update, device)
     each = (counts[8] - counts[2]) / 6

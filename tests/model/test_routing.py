@@ -438,11 +438,11 @@ def test_a_rank_whose_episodes_were_all_out_of_time_has_the_column_too(mixture):
     how = MultiTurn(engine.tokenizer, interaction=Hangs, limits=MultiTurnArgs(episode_timeout=0.01))
     rollouts = Rollouts.__new__(Rollouts)
     rollouts.engine, rollouts.version, rollouts.async_level = engine, 0, 0
-    out = rollouts._checked(make_episodes(engine, how).generate(prompts_of(how, 2), Sampling(9), [1, 2]), Sampling(9))
+    out = rollouts._checked(make_episodes(engine, how).generate(prompts_of(how, 2), Sampling(9), [1, 2]), [9, 9])
     assert [row.shape for row in out.non_tensor_batch[ROUTES]] == [(0, 2, 2)] * 2
     out.batch["attention_mask"][1, -1] = 1
     with pytest.raises(InputError, match="the rollouts come without their experts"):
-        rollouts._checked(out, Sampling(9))
+        rollouts._checked(out, [9, 9])
 
 
 # ---- runs ----------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monke
     flags = ["--cpu-offload", "actor", "--model", TOY_MODEL, "--max-prompt-length", "8", "--max-response-length", "8"]
     args = parse_flags(grpo.Args, flags)
     world = World(0, 2, torch.device("cuda", 0))
-    setup.use_cores(args.shard, world.device)  # as make_model_factory does
+    setup.use_cores(args.shard, world.device)  # as ModelFactory does
     actor = SimpleNamespace(
         world=world, module=None, forward=ForwardConfig(1, args.rollout.sampling(), None, torch.bfloat16)
     )
