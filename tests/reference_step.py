@@ -282,7 +282,7 @@ class Trainer:
             b.counted = b.counted if zero_variance == "mask" else [u for u in b.counted if u[0] not in equal]
         entropy = {u: x.entropy.item() for u, x in b.start.items()}
         stay, b.cov_keep, b.cov_pick = token_masks(args, b.kept, b.old, b.rollout, entropy, b.advantages, self.steps)
-        if args.token_masks.settings(args.loss):
+        if args.mask_settings:
             b.kept = filters["token_masks"] = [u for u in b.kept if u in stay]
 
         before = set(range(len(rows)))

@@ -14,7 +14,6 @@ loss is differentiated. Statistics are in float64; results have the dtype of the
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,9 +29,9 @@ from lib.core_algos.reductions import (
     masked_sum,
     masked_whiten,
 )
-from lib.core_algos.settings import ByName, _bind, _lookup, _tensors
+from lib.declared import ADV_ESTIMATORS, named
 
-Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
+Advantages = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
 
 
 def _whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -71,7 +70,7 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     singleton: str = "raw",
-) -> Pair:
+) -> Advantages:
     """GRPO, arXiv 2402.03300: A_i = (R_i − mean_g) / (std_g + epsilon) on every valid token of row i; std with N − 1.
 
     `norm_adv_by_std_in_grpo=False` is Dr. GRPO, arXiv 2503.20783: A_i = R_i − mean_g.
@@ -114,7 +113,7 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
     lam_policy: float | Tensor | None = None,
-) -> Pair:
+) -> Advantages:
     """GAE, arXiv 1506.02438: A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γV_{t+1} − V_t; returns = A + V. A is then whitened.
 
     All (B, T). t counts valid tokens, so tool output changes nothing. `lam_policy` gives VAPO's decoupled GAE, arXiv
@@ -162,7 +161,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 @torch.no_grad()
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
-) -> Pair:
+) -> Advantages:
     """ReMax, arXiv 2310.10505: A_t = Σ_{k≥t} r_k − b_i, b (B,) the reward of one greedy response to the same prompt."""
     if reward_baselines.shape != response_mask.shape[:1]:
         raise ValueError(f"reward_baselines must be one number a row, not {tuple(reward_baselines.shape)}")
@@ -170,41 +169,18 @@ def compute_remax_outcome_advantage(
     return _rewards_dtype(token_level_rewards, _keep(returns - reward_baselines[:, None], response_mask), returns)
 
 
-# estimator(token_level_rewards, response_mask, index, **tensors, **settings); singleton is a setting of all of them
-_ESTIMATORS = {
-    "grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=True),
-    "dr_grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=False),
-    "grpo_passk": "outcomes.compute_grpo_passk_outcome_advantage",
-    "grpo_leave_one_out": "outcomes.compute_grpo_leave_one_out_outcome_advantage",
-    "grpo_batch_std": "outcomes.compute_grpo_batch_std_outcome_advantage",
-    "rloo": "outcomes.compute_rloo_outcome_advantage",
-    "opo": "outcomes.compute_opo_outcome_advantage",
-    "gpg": "outcomes.compute_gpg_outcome_advantage",
-    "maxrl": "outcomes.compute_maxrl_outcome_advantage",
-    "gdpo": "outcomes.compute_gdpo_outcome_advantage",
-    "optimal_token_baseline": "token_baselines.compute_optimal_token_baseline_advantage",
-    "tir_optimal_token_baseline": "token_baselines.compute_multi_turn_optimal_token_baseline_advantage",
-    "gigpo": "turns.compute_gigpo_advantage",
-    "mt_grpo": "turns.compute_mt_grpo_advantage",
-    "reinforce_plus_plus": "outcomes.compute_reinforce_plus_plus_outcome_advantage",
-    "reinforce_plus_plus_baseline": "outcomes.compute_reinforce_plus_plus_baseline_outcome_advantage",
-}
-ADV_ESTIMATORS: Mapping[str, Callable[..., Pair]] = ByName(_ESTIMATORS)
+def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Advantages]:
+    """The estimator of that name with these hyper-parameters: estimator(token_level_rewards, response_mask, index,
+    **the columns that it declares).
 
-# {name: columns that it takes by keyword}; rollout_is_weights only if a correction has weights
-ADV_TENSORS = ByName(_ESTIMATORS, lambda estimator: _tensors(estimator, 3))
+    Raises InputError for an unknown estimator (it lists the names) or a wrong hyper-parameter."""
+    return named(ADV_ESTIMATORS, name).bind(settings or {})
 
 
-def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Pair]:
-    """The estimator of that name with these settings bound: estimator(token_level_rewards, response_mask, index,
-    **tensors of ADV_TENSORS).
-
-    Raises InputError for an unknown estimator (it lists the names) or a bad setting."""
-    estimator = _lookup("advantage estimator", ADV_ESTIMATORS, name)
-    return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS[name])
-
-
-def estimate_advantages(name: str, settings: Mapping, rewards, response_mask, tensors: Mapping[str, Tensor]) -> Pair:
-    """(advantages, returns) (B, T) by the estimator of that name. tensors: `group` (B,), and those that it needs."""
-    others = {key: tensors[key] for key in ADV_TENSORS[name] if key in tensors}
-    return get_adv_estimator_fn(name, settings)(rewards, response_mask, tensors["group"], **others)
+def estimate_advantages(
+    name: str, settings: Mapping, rewards: Tensor, response_mask: Tensor, tensors: Mapping[str, Tensor]
+) -> Advantages:
+    """(advantages, returns) (B, T) by the estimator of that name. tensors: `group` (B,), and the columns that it
+    declares; rollout_is_weights only if a correction has weights."""
+    columns = {column: tensors[column] for column in ADV_ESTIMATORS[name].columns if column in tensors}
+    return get_adv_estimator_fn(name, settings)(rewards, response_mask, tensors["group"], **columns)

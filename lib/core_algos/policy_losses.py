@@ -13,13 +13,14 @@ change.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lib import InputError
 from lib.core_algos.reductions import _keep
-from lib.core_algos.settings import ByName, _bind, _lookup, _tensors
+from lib.declared import POLICY_LOSSES, AboveOne, Clip, named
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -48,7 +49,14 @@ def _ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tup
 
 
 def compute_policy_loss(
-    old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.2, cliprange_high=0.2, clip_ratio_c=3.0
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    *,
+    cliprange_low: Clip = 0.2,
+    cliprange_high: Clip = 0.2,
+    clip_ratio_c: AboveOne = 3.0,
 ) -> Loss:
     """PPO, arXiv 1707.06347 eq. 7: L = max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)), ρ = exp(log_prob − old_log_prob).
 
@@ -66,39 +74,16 @@ def compute_policy_loss(
     return torch.minimum(losses, bound), _metrics(log_ratio, clipped, pg_clipfrac_lower=losses > bound)
 
 
-_LOSSES = {
-    "vanilla": compute_policy_loss,
-    "gpg": "losses.gpg",
-    "reinforce": "losses.reinforce",
-    "cispo": "losses.cispo",
-    "gspo": "losses.gspo",
-    "geo_mean": "losses.geo_mean",
-    "sapo": "losses.sapo",
-    "dppo_tv": "losses.dppo_tv",
-    "dppo_kl": "losses.dppo_kl",
-    "dro": "losses.dro",
-    "two_sided": "losses.two_sided",
-    "decoupled": "losses.decoupled",
-    "clip_cov": "losses.clip_cov",
-    "kl_cov": "losses.kl_cov",
-}
-POLICY_LOSSES: Mapping[str, Callable[..., Loss]] = ByName(_LOSSES)
+def get_policy_loss_fn(name: str, settings: Mapping[str, Any]) -> Callable[..., Loss]:
+    """The loss of that name with these hyper-parameters: policy_loss(old_log_prob, log_prob, advantages, response_mask,
+    **the columns that it declares).
 
-LOSS_TENSORS = ByName(_LOSSES, lambda loss: _tensors(loss, 4))  # columns that it takes by keyword
+    Raises InputError for an unknown loss (it lists the names), and for an unknown, missing or wrong hyper-parameter."""
+    return named(POLICY_LOSSES, name).bind(settings)
 
 
-def get_policy_loss_fn(name: str, settings: Mapping[str, float]) -> Callable[..., Loss]:
-    """The loss of that name with these hyper-parameters bound: policy_loss(old_log_prob, log_prob, advantages,
-    response_mask, **tensors of LOSS_TENSORS).
-
-    Raises InputError for an unknown loss (it lists the names), an unknown hyper-parameter, or a missing one that has no
-    default."""
-    loss = _lookup("policy loss", POLICY_LOSSES, name)
-    return _bind(f"policy loss {name!r}", loss, settings, 4, LOSS_TENSORS[name])
-
-
-def named_policy_loss(name: str, settings: Mapping, old_log_prob, log_prob, tensors: Mapping[str, Tensor]) -> Loss:
+def named_policy_loss(name: str, settings: Mapping, old_log_prob, log_prob, tensors: Mapping[str, Tensor]) -> tuple:
     """The policy loss of that name on a micro-batch's tensors (b, T). Raises InputError as get_policy_loss_fn does."""
-    others = {key: tensors[key] for key in LOSS_TENSORS[name]}
+    columns = {column: tensors[column] for column in POLICY_LOSSES[name].columns}
     loss = get_policy_loss_fn(name, settings)
-    return loss(old_log_prob, log_prob, tensors["advantages"], tensors["response_mask"], **others)
+    return loss(old_log_prob, log_prob, tensors["advantages"], tensors["response_mask"], **columns)

@@ -8,7 +8,6 @@ import torch
 from lib import InputError, core_algos
 from lib import model as models
 from lib.args import Reads, ScriptArgs, Sizes
-from lib.cli.flags import non_default
 from lib.columns import COLUMNS
 from lib.distributed import has_flash_attention
 from lib.rollout import engine_class
@@ -44,10 +43,9 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
     """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError. Returns the
     settings of the rollout correction, which may be its default; {} means no correction."""
     if args.adv_estimator:
-        settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
-        core_algos.get_adv_estimator_fn(args.adv_estimator, settings)
-    core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
-    core_algos.check_token_masks(args.token_masks.settings(args.loss))
+        core_algos.get_adv_estimator_fn(args.adv_estimator, args.adv_settings)
+    core_algos.get_policy_loss_fn(args.loss, args.loss_settings)
+    core_algos.check_token_masks(args.mask_settings)
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and not engine_class(args.rollout.engine).shares_weights
     merged &= args.rollout.lora_sync != "adapter"

@@ -5,6 +5,7 @@ import torch
 from lib import InputError
 from lib.core_algos.policy_losses import Loss, _exp, _metrics, _ppo_clip, _prepare, compute_policy_loss
 from lib.core_algos.reductions import _keep, masked_mean
+from lib.declared import Clip, Limit, NonNegative, OfRatio, Positive
 
 
 def gpg(old_log_prob, log_prob, advantages, response_mask) -> Loss:
@@ -13,7 +14,7 @@ def gpg(old_log_prob, log_prob, advantages, response_mask) -> Loss:
     return -advantages * log_prob, _metrics(log_ratio)
 
 
-def reinforce(old_log_prob, log_prob, advantages, response_mask, *, ratio_high=2.0) -> Loss:
+def reinforce(old_log_prob, log_prob, advantages, response_mask, *, ratio_high: Limit = 2.0) -> Loss:
     """REINFORCE with truncated importance weights: L = −sg(min(ρ, ratio_high))·A·log_prob.
 
     With rollout_log_probs as old_log_prob, ρ corrects staleness and engine mismatch at once (verl's bypass mode)."""
@@ -22,7 +23,9 @@ def reinforce(old_log_prob, log_prob, advantages, response_mask, *, ratio_high=2
     return -ratio.clamp(max=ratio_high) * advantages * log_prob, _metrics(log_ratio, ratio > ratio_high)
 
 
-def cispo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=1.0, cliprange_high=4.0) -> Loss:
+def cispo(
+    old_log_prob, log_prob, advantages, response_mask, *, cliprange_low: Clip = 1.0, cliprange_high: Clip = 4.0
+) -> Loss:
     """CISPO, arXiv 2506.13585: L = −sg(clip(ρ, 1 − low, 1 + high))·A·log_prob: no token loses its gradient.
 
     As in the paper, the defaults bound ρ only from above; the bound 5 is ScaleRL's, arXiv 2510.13786. (verl has 0.2
@@ -33,7 +36,9 @@ def cispo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=1.
     return -clipped * advantages * log_prob, _metrics(log_ratio, clipped != ratio)
 
 
-def gspo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=3e-4, cliprange_high=4e-4) -> Loss:
+def gspo(
+    old_log_prob, log_prob, advantages, response_mask, *, cliprange_low: Clip = 3e-4, cliprange_high: Clip = 4e-4
+) -> Loss:
     """GSPO, arXiv 2507.18071: PPO's clip of s_i = exp(mean_t log ρ_t), the geometric mean over the row's tokens.
 
     This is the paper's token form, s_it = sg(s_i)·π_t / sg(π_t). Its value is s_i, and if a row has one advantage its
@@ -45,7 +50,9 @@ def gspo(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=3e-
     return losses, _metrics(log_ratio, clipped)
 
 
-def geo_mean(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.4, cliprange_high=0.4) -> Loss:
+def geo_mean(
+    old_log_prob, log_prob, advantages, response_mask, *, cliprange_low: Clip = 0.4, cliprange_high: Clip = 0.4
+) -> Loss:
     """GMPO, arXiv 2507.20673: L_i = −A_i·exp(mean_t d_t), d = min(log ρ, high) if A > 0, max(log ρ, −low) if A < 0.
 
     The bounds are on the *log* ratio. The loss of each token is −A_t·exp(mean d), with a gradient through the whole
@@ -58,7 +65,9 @@ def geo_mean(old_log_prob, log_prob, advantages, response_mask, *, cliprange_low
     return -advantages * row_ratio, _metrics(log_ratio, clipped != sign * d)
 
 
-def sapo(old_log_prob, log_prob, advantages, response_mask, *, tau_pos=1.0, tau_neg=1.05) -> Loss:
+def sapo(
+    old_log_prob, log_prob, advantages, response_mask, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
+) -> Loss:
     """SAPO, arXiv 2511.20347: L = −A·(4/τ)·sigmoid(τ(ρ − 1)), a soft gate; τ = tau_pos where A > 0, else tau_neg.
 
     The paper aggregates by seq-mean-token-mean."""
@@ -68,7 +77,14 @@ def sapo(old_log_prob, log_prob, advantages, response_mask, *, tau_pos=1.0, tau_
 
 
 def dppo_tv(
-    old_log_prob, log_prob, advantages, response_mask, *, delta_low=0.2, delta_high=0.2, ratio_high=20.0
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    *,
+    delta_low: Limit = 0.2,
+    delta_high: Limit = 0.2,
+    ratio_high: Limit = 20.0,
 ) -> Loss:
     """DPPO, binary total variation, arXiv 2602.04879: L = −sg(min(ρ, ratio_high))·A·log_prob, but 0 for a token that
     has moved too far: A > 0 and π − π_old > delta_high, or A < 0 and π − π_old < −delta_low."""
@@ -80,7 +96,14 @@ def dppo_tv(
 
 
 def dppo_kl(
-    old_log_prob, log_prob, advantages, response_mask, *, delta_low=0.05, delta_high=0.05, ratio_high=20.0
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    *,
+    delta_low: Limit = 0.05,
+    delta_high: Limit = 0.05,
+    ratio_high: Limit = 20.0,
 ) -> Loss:
     """DPPO, binary KL: as dppo_tv, but with KL = p·log(p/q) + (1 − p)·log((1 − p)/(1 − q)), p = π_old, q = π, a token
     has moved too far if A > 0, q > p and KL > delta_high, or A < 0, q < p and KL > delta_low."""
@@ -94,14 +117,21 @@ def dppo_kl(
     return -weights * advantages * log_prob, _metrics(log_ratio, far)
 
 
-def dro(old_log_prob, log_prob, advantages, response_mask, *, dro_beta) -> Loss:
+def dro(old_log_prob, log_prob, advantages, response_mask, *, dro_beta: OfRatio[NonNegative]) -> Loss:
     """DRO, after arXiv 2405.19107, as in verl: L = −A·log_prob + dro_beta/2·(log_prob − old_log_prob)²."""
     log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     return -advantages * log_prob + dro_beta / 2 * log_ratio.square(), _metrics(log_ratio)
 
 
 def two_sided(
-    old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.2, cliprange_high=0.2, delta=4.0
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    *,
+    cliprange_low: Clip = 0.2,
+    cliprange_high: Clip = 0.2,
+    delta: Limit = 4.0,
 ) -> Loss:
     """arXiv 2505.07291: L = −min(min(ρ, delta)·A, clip(ρ, 1 − low, 1 + high)·A).
 
@@ -119,9 +149,9 @@ def decoupled(
     response_mask,
     *,
     rollout_log_probs,
-    cliprange_low=0.2,
-    cliprange_high=0.2,
-    cap=5.0,
+    cliprange_low: Clip = 0.2,
+    cliprange_high: Clip = 0.2,
+    cap: Positive = 5.0,
 ) -> Loss:
     """AReaL's decoupled PPO, arXiv 2505.24298: L = min(π_old/π_rollout, cap)·PPO's clip of ρ.
 
@@ -135,17 +165,24 @@ def decoupled(
 
 
 def clip_cov(
-    old_log_prob, log_prob, advantages, response_mask, *, cov_keep, cliprange_low=0.2, cliprange_high=0.2
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    *,
+    cov_keep,
+    cliprange_low: Clip = 0.2,
+    cliprange_high: Clip = 0.2,
 ) -> Loss:
-    """Clip-Cov, arXiv 2505.22617: PPO's clipped loss, 0 where cov_keep (B, T), from clip_cov_mask, is False."""
+    """Clip-Cov, arXiv 2505.22617: PPO's clipped loss, 0 where the token mask cov_keep (B, T) is False."""
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     losses, clipped = _ppo_clip(_exp(log_ratio), advantages, cliprange_low, cliprange_high)
     return _keep(losses, cov_keep), _metrics(log_ratio, clipped, cov_clipfrac=response_mask.bool() & ~cov_keep.bool())
 
 
-def kl_cov(old_log_prob, log_prob, advantages, response_mask, *, cov_pick, kl_coef=1.0) -> Loss:
-    """KL-Cov, arXiv 2505.22617: L = −A·ρ, plus kl_coef·|log_prob − old_log_prob| where cov_pick (B, T), from
-    kl_cov_mask, is True."""
+def kl_cov(old_log_prob, log_prob, advantages, response_mask, *, cov_pick, kl_coef: OfRatio[NonNegative] = 1.0) -> Loss:
+    """KL-Cov, arXiv 2505.22617: L = −A·ρ, plus kl_coef·|log_prob − old_log_prob| where the token mask cov_pick
+    (B, T) is True."""
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
     losses = -advantages * _exp(log_ratio) + kl_coef * _keep(log_ratio.abs(), cov_pick)
     return losses, _metrics(log_ratio, cov_klfrac=response_mask.bool() & cov_pick.bool())

@@ -1,0 +1,192 @@
+"""What the losses, advantage estimators and token masks of lib/core_algos declare, read without an import of torch.
+
+Each is a public function that returns Loss, Advantages or Mask. Its name is the value of the flag; compute_policy_loss
+is "vanilla". Its parameters with names of lib/columns.py are the columns that it reads. Its keyword-only parameters
+with an annotation are its hyper-parameters: the annotation is the range.
+"""
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from importlib import import_module
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_origin
+
+from annotated_types import Gt, Interval
+
+from lib import InputError
+from lib.columns import COLUMNS
+
+T = TypeVar("T")
+OF_RATIO = "without effect while the ratio pi / pi_old is 1"
+OfRatio = Annotated[T, OF_RATIO]
+Positive = Annotated[float, Interval(gt=0, lt=inf)]
+NonNegative = Annotated[float, Interval(ge=0, lt=inf)]
+Clip = OfRatio[NonNegative]
+Limit = OfRatio[Positive]
+AboveOne = Annotated[float, Gt(1)]
+Share = Annotated[float, Interval(gt=0, le=1)]
+Discount = Annotated[float, Interval(ge=0, le=1)]
+Bounds = tuple[float, float]
+Weights = tuple[Annotated[float, Interval(ge=-1e4, le=1e4)], ...]
+Names = tuple[str, ...]
+Singleton = Literal["raw", "zero"]
+
+REQUIRED = "required"  # as a default: there is none
+KINDS = {  # by what a function returns: the flag that selects one, and the columns that all of them take
+    "Loss": ("--loss", {"advantages", "response_mask"}),
+    "Advantages": ("--adv-estimator", {"token_level_rewards", "response_mask", "index"}),
+    "Mask": ("--token-masks", set[str]()),
+}
+
+
+class Setting(NamedTuple):
+    """A hyper-parameter."""
+
+    type: Any
+    default: Any = REQUIRED
+
+    @property
+    def of_ratio(self) -> bool:
+        return OF_RATIO in getattr(self.type, "__metadata__", ())
+
+
+class Declared(NamedTuple):
+    """A loss, an advantage estimator or a token mask."""
+
+    choice: str
+    """what selects it: --loss gspo"""
+    module: str
+    function: str
+    columns: tuple[str, ...]
+    settings: dict[str, Setting]
+    summary: str
+    """the first paragraph of its docstring"""
+
+    def bind(self, settings: Mapping[str, Any]) -> Callable:
+        """The function with these hyper-parameters. Raises InputError as `checked` does."""
+        function = getattr(import_module(self.module), self.function)
+        return partial(function, **checked(self.choice, settings, self.settings, strict=True))
+
+    def read(self, words: Iterable[str]) -> dict[str, Any]:
+        """The hyper-parameters in words NAME=VALUE. Raises InputError as `checked` does."""
+        return checked(self.choice, read_words(words, self.choice), self.settings)
+
+
+def _functions() -> Iterator[tuple[str, str, Declared]]:
+    """(kind, name, what it declares)"""
+    folder = Path(__file__).with_name("core_algos")
+    for file in (folder / "policy_losses.py", folder / "token_masks.py", *sorted(folder.glob("papers/*.py"))):
+        module = ".".join(["lib", *file.relative_to(folder.parent).with_suffix("").parts])
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                kind = ast.unparse(node.returns) if node.returns else ""
+                if kind in KINDS:
+                    name = "vanilla" if node.name == "compute_policy_loss" else node.name
+                    flag, of_all = KINDS[kind]
+                    yield kind, name, _declared(f"{flag} {name}", module, node, of_all)
+
+
+def _declared(choice: str, module: str, node: ast.FunctionDef, of_all: set[str]) -> Declared:
+    parameters = [parameter.arg for parameter in (*node.args.args, *node.args.kwonlyargs)]
+    columns = tuple(name for name in parameters if name in COLUMNS and name not in of_all)
+    settings = {}
+    for parameter, default in zip(node.args.kwonlyargs, node.args.kw_defaults):
+        if parameter.annotation:
+            type = eval(ast.unparse(parameter.annotation), globals())
+            settings[parameter.arg] = Setting(type, ast.literal_eval(default) if default else REQUIRED)
+    paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
+    return Declared(choice, module, node.name, columns, settings, paragraph.replace("\n", " "))
+
+
+_FOUND = [*_functions()]
+POLICY_LOSSES = {name: declared for kind, name, declared in _FOUND if kind == "Loss"}
+ADV_ESTIMATORS = {name: declared for kind, name, declared in _FOUND if kind == "Advantages"}
+TOKEN_MASKS = {name: declared for kind, name, declared in _FOUND if kind == "Mask"}
+CRITERIA = {  # of --rollout-correction.reject
+    f"{scope}_{k}": Setting(Bounds if k == "k1" else Positive, None)
+    for scope in ("token", "seq_sum", "seq_mean", "seq_max")
+    for k in ("k1", "k2", "k3")
+}
+
+
+def named(choices: Mapping[str, Declared], name: str) -> Declared:
+    """Raises InputError, with the names that there are, for another one."""
+    if name not in choices:
+        flag = next(iter(choices.values())).choice.partition(" ")[0]
+        raise InputError(f"{flag} {name!r}: choose one of {', '.join(choices)}")
+    return choices[name]
+
+
+def masks_of(loss: str) -> dict[str, Declared]:
+    """The token masks that a loss reads as columns, such as cov_keep of clip_cov."""
+    return {name: TOKEN_MASKS[name] for name in POLICY_LOSSES[loss].columns if name in TOKEN_MASKS}
+
+
+def settings_of_loss(loss: str) -> dict[str, Setting]:
+    """What --loss-kwargs may give. vanilla is policy_loss of the script, with flags of its own (--clip-ratio-low)."""
+    if loss == "vanilla":
+        return {}
+    of_masks = [mask.settings for mask in masks_of(loss).values()]
+    return {
+        name: setting for settings in (POLICY_LOSSES[loss].settings, *of_masks) for name, setting in settings.items()
+    }
+
+
+def read_masks(words: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{token mask: its hyper-parameter and value} of words such as top_entropy=0.2, for masks that no loss owns."""
+    parameters = {name: next(iter(mask.settings)) for name, mask in TOKEN_MASKS.items() if name not in COLUMNS}
+    settings = {
+        name: Setting(TOKEN_MASKS[name].settings[parameter].type, None) for name, parameter in parameters.items()
+    }
+    values = checked("--token-masks", read_words(words, "--token-masks"), settings)
+    return {name: {parameters[name]: value} for name, value in values.items()}
+
+
+def read_words(words: Iterable[str], what: str) -> dict[str, str]:
+    """{name: text} of words NAME=VALUE. Raises InputError for a word that has another form, and a name given twice."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if not (name and text):
+            raise InputError(f"{what}: {word}: give NAME=VALUE")
+        if name in found:
+            raise InputError(f"{what}: {name} is there twice")
+        found[name] = text
+    return found
+
+
+def checked(
+    what: str, given: Mapping[str, Any], settings: Mapping[str, Setting], *, strict: bool = False
+) -> dict[str, Any]:
+    """The values in their types. strict: they are no texts. Raises InputError for a name that is not in `settings`, a
+    missing one without default, and a value of another type or out of its range."""
+    if missing := [name for name in settings if settings[name].default == REQUIRED and name not in given]:
+        raise InputError(f"{what} needs {missing[0]}")
+    if unknown := [name for name in given if name not in settings]:
+        only = f", only {', '.join(settings)}" if settings else ""
+        raise InputError(f"{what} takes no {unknown[0]}{only}")
+    return {
+        name: _value(f"{what}: {name}={value}", value, settings[name].type, strict) for name, value in given.items()
+    }
+
+
+def _value(what: str, value: Any, type: Any, strict: bool) -> Any:
+    from pydantic import ValidationError  # takes 0.2 s, which --help does not need
+
+    if get_origin(type) is tuple and isinstance(value, str):
+        value = value.split(",")
+    try:
+        return _adapter(type).validate_python(value, strict=strict)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        why = "give LOW,HIGH" if problem["type"] in ("missing", "too_long") else problem["msg"]  # too few, too many
+        raise InputError(f"{what}: {why}") from error
+
+
+@cache
+def _adapter(type: Any):
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(type)

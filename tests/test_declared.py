@@ -1,0 +1,72 @@
+"""What losses, estimators and token masks declare is what their functions take. A new one is one function."""
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from typing import get_type_hints
+
+import pytest
+
+from lib import InputError
+from lib.columns import COLUMNS
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, REQUIRED, TOKEN_MASKS, checked, read_words
+from tests.common import ROOT, SMALL, environment, ran
+
+ALL = [*POLICY_LOSSES.values(), *ADV_ESTIMATORS.values(), *TOKEN_MASKS.values()]
+
+
+@pytest.mark.parametrize("declared", ALL, ids=lambda declared: declared.choice)
+def test_a_declaration_is_the_signature(declared):
+    function = getattr(import_module(declared.module), declared.function)
+    hints = get_type_hints(function, include_extras=True)
+    parameters = inspect.signature(function).parameters
+    for name, setting in declared.settings.items():
+        assert parameters[name].kind == inspect.Parameter.KEYWORD_ONLY and hints[name] == setting.type
+        default = parameters[name].default
+        assert setting.default == (REQUIRED if default is inspect.Parameter.empty else default)
+        if setting.default != REQUIRED:  # is in its own range
+            checked("", {name: setting.default}, {name: setting}, strict=True)
+    assert {*declared.columns} <= {*COLUMNS} & {*parameters} and declared.summary
+
+
+def test_settings_are_the_numbers_that_are_typed():
+    words = ["cliprange_low=3e-4", "cliprange_high=1", "cap=0.1"]
+    settings = POLICY_LOSSES["decoupled"].settings
+    values = checked("--loss decoupled", read_words(words, "--loss-kwargs"), settings)
+    assert values == {"cliprange_low": float("3e-4"), "cliprange_high": 1.0, "cap": float("0.1")}
+    assert all(type(value) is float for value in values.values())
+    gdpo = ADV_ESTIMATORS["gdpo"].read(["reward_keys=a.f,b.g", "reward_weights=1,-0.5", "singleton=zero"])
+    assert gdpo == {"reward_keys": ("a.f", "b.g"), "reward_weights": (1.0, -0.5), "singleton": "zero"}
+    with pytest.raises(InputError, match="singleton=one: Input should be 'raw' or 'zero'"):
+        ADV_ESTIMATORS["rloo"].read(["singleton=one"])
+
+
+SCALED = '''
+
+def scaled(old_log_prob, log_prob, advantages, response_mask, *, factor: Positive = 1.0) -> Loss:
+    """L = -factor A log_prob."""
+    log_prob, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
+    return -factor * advantages * log_prob, _metrics(log_ratio)
+'''
+
+
+def test_a_new_loss_is_one_function(tmp_path):
+    """In a copy of the code: its name and its hyper-parameter are values of flags, checked before torch is imported."""
+    for folder in ("lib", "data", "rewards"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "grpo.py", tmp_path)
+    with (tmp_path / "lib/core_algos/papers/losses.py").open("a") as file:
+        file.write(SCALED)
+    how = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 300}
+    command = [sys.executable, "grpo.py", *SMALL, "--loss", "scaled", "--total-steps", "1", "--run-name", "run"]
+    ran(subprocess.run([*command, "--loss-kwargs", "factor=2"], **how))
+    config = json.loads((tmp_path / "runs/run/config.json").read_text())
+    assert config["loss"] == "scaled" and config["loss_kwargs"] == ["factor=2"]
+    for word, said in (
+        ("factor=0", "error: --loss scaled: factor=0: Input should be greater than 0"),
+        ("beta=1", "error: --loss scaled takes no beta, only factor"),
+    ):
+        assert said in subprocess.run([*command, "--loss-kwargs", word], **how).stderr
