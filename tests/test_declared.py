@@ -13,7 +13,7 @@ import pytest
 from lib import InputError
 from lib.columns import COLUMNS
 from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, REQUIRED, TOKEN_MASKS, checked, read_words
-from tests.common import ROOT, SMALL, environment, ran
+from tests.common import ROOT, SMALL, TOY_MODEL, environment, ran
 
 ALL = [*POLICY_LOSSES.values(), *ADV_ESTIMATORS.values(), *TOKEN_MASKS.values()]
 
@@ -61,7 +61,19 @@ def test_a_new_loss_is_one_function(tmp_path):
     with (tmp_path / "lib/core_algos/papers/losses.py").open("a") as file:
         file.write(SCALED)
     how = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 300}
-    command = [sys.executable, "grpo.py", *SMALL, "--loss", "scaled", "--total-steps", "1", "--run-name", "run"]
+    command = [
+        sys.executable,
+        "grpo.py",
+        "--model",
+        TOY_MODEL,
+        *SMALL,
+        "--loss",
+        "scaled",
+        "--total-steps",
+        "1",
+        "--run-name",
+        "run",
+    ]
     ran(subprocess.run([*command, "--loss-kwargs", "factor=2"], **how))
     config = json.loads((tmp_path / "runs/run/config.json").read_text())
     assert config["loss"] == "scaled" and config["loss_kwargs"] == ["factor=2"]
