@@ -241,7 +241,7 @@ class Trainer:
         b.kept = b.counted = b.mask
         if getattr(args, "overlong_filtering", False):
             b.kept = b.counted = filters["overlong"] = [u for u in b.mask if not rows[u[0]].truncated]
-        if any(x is not None for x in (c.level, c.action, c.bounds, c.batch_normalize, *vars(c.reject).values())):
+        if c.reject or any(x is not None for x in (c.level, c.action, c.bounds, c.batch_normalize)):
             b.weights, b.kept, metrics = correction(c, b.old, b.rollout, b.kept)
             filters["rollout_correction"] = b.kept
         lives = {i for i, _ in b.kept}  # a row that is rejected is in no group
