@@ -7,7 +7,6 @@ with an annotation are its hyper-parameters: the annotation is the range.
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
 from importlib import import_module
 from math import inf
 from pathlib import Path
@@ -45,33 +44,22 @@ class Setting(NamedTuple):
     """A hyper-parameter."""
 
     type: Any
-    default: Any = REQUIRED
-
-    @property
-    def of_ratio(self) -> bool:
-        return OF_RATIO in getattr(self.type, "__metadata__", ())
+    default: Any
+    of_ratio: bool = False
 
 
 class Declared(NamedTuple):
     """A loss, an advantage estimator or a token mask."""
 
-    choice: str
-    """what selects it: --loss gspo"""
+    choice: str  # what selects it: --loss gspo
     module: str
     function: str
     columns: tuple[str, ...]
     settings: dict[str, Setting]
-    summary: str
-    """the first paragraph of its docstring"""
+    summary: str  # the first paragraph of its docstring
 
-    def bind(self, settings: Mapping[str, Any]) -> Callable:
-        """The function with these hyper-parameters. Raises InputError as `checked` does."""
-        function = getattr(import_module(self.module), self.function)
-        return partial(function, **checked(self.choice, settings, self.settings, strict=True))
-
-    def read(self, words: Iterable[str]) -> dict[str, Any]:
-        """The hyper-parameters in words NAME=VALUE. Raises InputError as `checked` does."""
-        return checked(self.choice, read_words(words, self.choice), self.settings)
+    def load(self) -> Callable:
+        return getattr(import_module(self.module), self.function)
 
 
 def _functions() -> Iterator[tuple[str, str, Declared]]:
@@ -95,7 +83,8 @@ def _declared(choice: str, module: str, node: ast.FunctionDef, of_all: set[str])
     for parameter, default in zip(node.args.kwonlyargs, node.args.kw_defaults):
         if parameter.annotation:
             type = eval(ast.unparse(parameter.annotation), globals())
-            settings[parameter.arg] = Setting(type, ast.literal_eval(default) if default else REQUIRED)
+            of_ratio = OF_RATIO in getattr(type, "__metadata__", ())
+            settings[parameter.arg] = Setting(type, ast.literal_eval(default) if default else REQUIRED, of_ratio)
     paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
     return Declared(choice, module, node.name, columns, settings, paragraph.replace("\n", " "))
 
@@ -140,53 +129,42 @@ def read_masks(words: Iterable[str]) -> dict[str, dict[str, Any]]:
     settings = {
         name: Setting(TOKEN_MASKS[name].settings[parameter].type, None) for name, parameter in parameters.items()
     }
-    values = checked("--token-masks", read_words(words, "--token-masks"), settings)
+    values = parsed("--token-masks", read_words("--token-masks", words), settings)
     return {name: {parameters[name]: value} for name, value in values.items()}
 
 
-def read_words(words: Iterable[str], what: str) -> dict[str, str]:
-    """{name: text} of words NAME=VALUE. Raises InputError for a word that has another form, and a name given twice."""
+def read_words(flag: str, words: Iterable[str]) -> dict[str, str]:
+    """{name: text} of words NAME=VALUE. Raises InputError for a word of another form, and for a name given twice."""
     found: dict[str, str] = {}
     for word in words:
         name, _, text = word.partition("=")
         if not (name and text):
-            raise InputError(f"{what}: {word}: give NAME=VALUE")
+            raise InputError(f"{flag}: {word}: give NAME=VALUE")
         if name in found:
-            raise InputError(f"{what}: {name} is there twice")
+            raise InputError(f"{flag}: {name} is there twice")
         found[name] = text
     return found
 
 
-def checked(
-    what: str, given: Mapping[str, Any], settings: Mapping[str, Setting], *, strict: bool = False
-) -> dict[str, Any]:
-    """The values in their types. strict: they are no texts. Raises InputError for a name that is not in `settings`, a
-    missing one without default, and a value of another type or out of its range."""
-    if missing := [name for name in settings if settings[name].default == REQUIRED and name not in given]:
+def parsed(what: str, texts: Mapping[str, str], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The texts in the types of their settings. Raises InputError for a name that is not in `settings`, a missing one
+    without default, and a value of another type or out of its range."""
+    if missing := [name for name in settings if settings[name].default == REQUIRED and name not in texts]:
         raise InputError(f"{what} needs {missing[0]}")
-    if unknown := [name for name in given if name not in settings]:
+    if unknown := [name for name in texts if name not in settings]:
         only = f", only {', '.join(settings)}" if settings else ""
         raise InputError(f"{what} takes no {unknown[0]}{only}")
-    return {
-        name: _value(f"{what}: {name}={value}", value, settings[name].type, strict) for name, value in given.items()
-    }
+    return {name: _value(f"{what}: {name}={text}", text, settings[name].type) for name, text in texts.items()}
 
 
-def _value(what: str, value: Any, type: Any, strict: bool) -> Any:
-    from pydantic import ValidationError  # takes 0.2 s, which --help does not need
+def _value(what: str, text: str, type: Any) -> Any:
+    from pydantic import TypeAdapter, ValidationError  # takes 0.2 s, which --help does not need
 
-    if get_origin(type) is tuple and isinstance(value, str):
-        value = value.split(",")
     try:
-        return _adapter(type).validate_python(value, strict=strict)
+        value = TypeAdapter(type).validate_python(text.split(",") if get_origin(type) is tuple else text)
     except ValidationError as error:
-        problem = error.errors()[0]
-        why = "give LOW,HIGH" if problem["type"] in ("missing", "too_long") else problem["msg"]  # too few, too many
+        why = "give LOW,HIGH" if type == Bounds else error.errors()[0]["msg"]
         raise InputError(f"{what}: {why}") from error
-
-
-@cache
-def _adapter(type: Any):
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(type)
+    if type == Bounds and not value[0] < value[1]:
+        raise InputError(f"{what}: give LOW,HIGH, LOW below HIGH")
+    return value

@@ -234,6 +234,6 @@ def check_read(args: ScriptArgs, **facts: Any) -> None:
         notes.setdefault(why, []).append(as_flag(name))
     if args.loss_kwargs and run.reads("loss_kwargs") and not run.holds("ratio"):
         settings = settings_of_loss(args.loss)
-        given = [name for name in read_words(args.loss_kwargs, "--loss-kwargs") if settings[name].of_ratio]
+        given = [name for name in read_words("--loss-kwargs", args.loss_kwargs) if settings[name].of_ratio]
         notes.setdefault(f"without {FACTS['ratio']}", []).extend(f"--loss-kwargs {name}" for name in given)
     args.no_effect = tuple(f"{', '.join(flags)} ({why})" for why, flags in notes.items() if flags)

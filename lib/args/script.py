@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from lib.args import groups, settings
 from lib.cli.flags import Preset
-from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, checked, masks_of, read_masks, read_words, settings_of_loss
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, masks_of, parsed, read_masks, read_words, settings_of_loss
 
 
 class ScriptArgs:
@@ -72,22 +72,19 @@ class ScriptArgs:
 
     @property
     def adv_settings(self) -> dict[str, Any]:
-        """The hyper-parameters of the estimator in --adv-kwargs."""
-        return ADV_ESTIMATORS[self.adv_estimator].read(self.adv_kwargs) if self.adv_kwargs else {}
+        """The hyper-parameters in --adv-kwargs."""
+        if not self.adv_kwargs:
+            return {}
+        estimator = ADV_ESTIMATORS[self.adv_estimator]
+        return parsed(estimator.choice, read_words("--adv-kwargs", self.adv_kwargs), estimator.settings)
 
     @property
     def reward_keys(self) -> tuple[str, ...]:
         return self.adv_settings.get("reward_keys", ())
 
     @property
-    def _loss_kwargs(self) -> dict[str, Any]:
-        return checked(
-            f"--loss {self.loss}", read_words(self.loss_kwargs, "--loss-kwargs"), settings_of_loss(self.loss)
-        )
-
-    @property
     def loss_settings(self) -> dict[str, Any]:
-        """The hyper-parameters of the loss in --loss-kwargs."""
+        """The hyper-parameters in --loss-kwargs, without those of token masks."""
         return {name: value for name, value in self._loss_kwargs.items() if name in POLICY_LOSSES[self.loss].settings}
 
     @property
@@ -97,6 +94,11 @@ class ScriptArgs:
         for name, mask in masks_of(self.loss).items():
             masks[name] = {key: value for key, value in self._loss_kwargs.items() if key in mask.settings}
         return masks
+
+    @property
+    def _loss_kwargs(self) -> dict[str, Any]:
+        texts = read_words("--loss-kwargs", self.loss_kwargs)
+        return parsed(f"--loss {self.loss}", texts, settings_of_loss(self.loss))
 
     # flags of some scripts only; in a class that is no dataclass they are not flags of the others
     adv_estimator = ""

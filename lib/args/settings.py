@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Gt, Interval
 
 from lib.cli.flags import Names, OnReplay
-from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, Bounds, checked, read_words
+from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, Bounds, parsed, read_words
 
 FILES, AS_RECORDED = Names.FILES, OnReplay.AS_RECORDED
 LONGEST_WAIT = 1e9  # seconds: clocks of the system and of libraries take no more
@@ -87,5 +87,5 @@ class RolloutCorrectionArgs:
         settings = {name: value for name, value in vars(self).items() if value not in (None, ())}
         if self.reject:
             flag = "--rollout-correction.reject"
-            settings["reject"] = checked(flag, read_words(self.reject, flag), CRITERIA)
+            settings["reject"] = parsed(flag, read_words(flag, self.reject), CRITERIA)
         return settings | {"level": None} if self.level == "measure" else settings

@@ -51,4 +51,4 @@ from lib.core_algos.reductions import (
     zero_variance_rows,
 )
 from lib.core_algos.rollout_correction import compute_rollout_correction, get_rollout_correction_fn
-from lib.core_algos.token_masks import check_token_masks, compute_token_masks
+from lib.core_algos.token_masks import compute_token_masks

@@ -14,6 +14,7 @@ loss is differentiated. Statistics are in float64; results have the dtype of the
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -171,10 +172,8 @@ def compute_remax_outcome_advantage(
 
 def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Advantages]:
     """The estimator of that name with these hyper-parameters: estimator(token_level_rewards, response_mask, index,
-    **the columns that it declares).
-
-    Raises InputError for an unknown estimator (it lists the names) or a wrong hyper-parameter."""
-    return named(ADV_ESTIMATORS, name).bind(settings or {})
+    **the columns that it declares). Raises InputError for an unknown estimator; it lists the names."""
+    return partial(named(ADV_ESTIMATORS, name).load(), **settings or {})
 
 
 def estimate_advantages(

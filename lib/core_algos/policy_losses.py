@@ -13,6 +13,7 @@ change.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,14 +77,12 @@ def compute_policy_loss(
 
 def get_policy_loss_fn(name: str, settings: Mapping[str, Any]) -> Callable[..., Loss]:
     """The loss of that name with these hyper-parameters: policy_loss(old_log_prob, log_prob, advantages, response_mask,
-    **the columns that it declares).
-
-    Raises InputError for an unknown loss (it lists the names), and for an unknown, missing or wrong hyper-parameter."""
-    return named(POLICY_LOSSES, name).bind(settings)
+    **the columns that it declares). Raises InputError for an unknown loss; it lists the names."""
+    return partial(named(POLICY_LOSSES, name).load(), **settings)
 
 
 def named_policy_loss(name: str, settings: Mapping, old_log_prob, log_prob, tensors: Mapping[str, Tensor]) -> tuple:
-    """The policy loss of that name on a micro-batch's tensors (b, T). Raises InputError as get_policy_loss_fn does."""
+    """The policy loss of that name on a micro-batch's tensors (b, T)."""
     columns = {column: tensors[column] for column in POLICY_LOSSES[name].columns}
     loss = get_policy_loss_fn(name, settings)
     return loss(old_log_prob, log_prob, tensors["advantages"], tensors["response_mask"], **columns)

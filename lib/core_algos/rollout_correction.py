@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lib import InputError
 from lib.core_algos.reductions import _keep, masked_mean, masked_sum
-from lib.declared import CRITERIA, checked
 
 REDUCE = {"sequence": masked_sum, "geometric": masked_mean, "seq_sum": masked_sum, "seq_mean": masked_mean}
 
@@ -75,11 +74,10 @@ def compute_rollout_correction(
       seq_max_k1                          on r of every token of the row: the outlier veto, such as (1e-4, 100)
       the same four with k2, k3           upper limit of x²/2, of e^x − 1 − x: token, sum, mean, maximum over the row
     Raises InputError for an unknown name or bad bounds."""
-    reject = checked("--rollout-correction.reject", reject or {}, CRITERIA, strict=True)
     mask = response_mask.bool()
     x = (_keep(old_log_prob, mask) - _keep(rollout_log_probs, mask)).double()
     new_mask, values = mask, _mismatch(old_log_prob, rollout_log_probs, x, mask)
-    for criterion, limit in reject.items():
+    for criterion, limit in (reject or {}).items():
         passes = _passes(x, mask, criterion, limit)
         among = mask if criterion.startswith("token") else mask.any(-1, keepdim=True)
         values[f"rejected_{criterion}"] = ~passes[among]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib import InputError
 from lib.columns import COLUMNS
 from lib.core_algos.noise import GOLDEN, mix64
 from lib.core_algos.reductions import _keep, masked_mean
@@ -50,8 +49,6 @@ def cov_keep(
     not change it. The paper computes the covariance with the current weights and leaves out tokens that PPO clips.
     Before the first update the current weights are the old ones, and nothing is clipped."""
     low, high = cov_bounds
-    if not low < high:
-        raise InputError(f"clip_cov draws tokens whose covariance is between cov_bounds, low < high, not {cov_bounds}")
     valid = response_mask.bool()
     covariance = _covariance(advantages, old_log_probs, response_mask)
     candidates = valid & (low < covariance) & (covariance < high)
@@ -108,20 +105,14 @@ def compute_token_masks(masks: Mapping[str, Mapping], tensors: Mapping[str, Tens
 
     masks: {name: its hyper-parameters}. tensors: the columns that they declare, and group (B,). Returns cov_keep, drawn
     by (seed, row id, position), and cov_pick under their names, and the product of the others as token_mask, as far as
-    asked for. Raises InputError as check_token_masks does."""
+    asked for. Raises InputError for an unknown mask; it lists the names."""
     results: dict[str, Mask] = {}
     for name, settings in masks.items():
-        compute = named(TOKEN_MASKS, name).bind(settings)
-        inputs: dict[str, Any] = {column: tensors[column] for column in TOKEN_MASKS[name].columns}
+        declared = named(TOKEN_MASKS, name)
+        inputs: dict[str, Any] = {column: tensors[column] for column in declared.columns}
         if name == "cov_keep":  # a row's id is its place in the order of groups: the gathered rows are ordered by rank
             inputs |= {"row_ids": tensors["group"].argsort(stable=True).argsort(), "seed": seed}
-        mask = compute(**inputs)
+        mask = declared.load()(**inputs, **settings)
         key = name if name in COLUMNS else "token_mask"
         results[key] = results[key] & mask if key in results else mask
     return results
-
-
-def check_token_masks(masks: Mapping[str, Mapping]) -> None:
-    """Tries the masks on two tokens. Raises InputError for an unknown mask (it lists the names) or a bad setting."""
-    columns = {column for mask in TOKEN_MASKS.values() for column in mask.columns}
-    compute_token_masks(masks, dict.fromkeys(columns, torch.ones(2, 1)) | {"group": torch.arange(2)}, seed=0)

@@ -40,12 +40,8 @@ def get_attention(name: str, dtype: torch.dtype, device: torch.device, path: str
 
 
 def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
-    """Checks names and hyper-parameters of the estimator, loss, masks and correction. Raises InputError. Returns the
-    settings of the rollout correction, which may be its default; {} means no correction."""
-    if args.adv_estimator:
-        core_algos.get_adv_estimator_fn(args.adv_estimator, args.adv_settings)
-    core_algos.get_policy_loss_fn(args.loss, args.loss_settings)
-    core_algos.check_token_masks(args.mask_settings)
+    """The settings of the rollout correction, given or by default; {} means none. Raises InputError for wrong ones, and
+    for what needs a correction and has none."""
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and not engine_class(args.rollout.engine).shares_weights
     merged &= args.rollout.lora_sync != "adapter"

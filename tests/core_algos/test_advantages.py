@@ -817,12 +817,5 @@ def test_lookup_checks_name_and_settings():
         settings = {"singleton": "zero"} if "singleton" in estimator.settings else {}
         advantages, returns = get_adv_estimator_fn(name, settings)(rewards, mask, index, **tensors)
         assert advantages.shape == returns.shape == mask.shape
-    for name, settings, message in (
-        ("drgrpo", None, r"'drgrpo': choose one of grpo, dr_grpo, .*rloo.*opo"),
-        ("rloo", {"epsilon": 1}, "--adv-estimator rloo takes no epsilon, only singleton"),
-        ("grpo", {"epsilon": -1e-6}, "grpo: epsilon=-1e-06: Input should be greater than 0"),
-        ("gdpo", {"reward_components": 1}, "gdpo takes no reward_components"),
-        ("grpo", {"norm_adv_by_std_in_grpo": False}, "grpo takes no norm_adv_by_std_in_grpo"),
-    ):
-        with pytest.raises(InputError, match=message):
-            get_adv_estimator_fn(name, settings)
+    with pytest.raises(InputError, match=r"'drgrpo': choose one of grpo, dr_grpo, .*rloo.*opo"):
+        get_adv_estimator_fn("drgrpo")

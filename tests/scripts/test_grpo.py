@@ -531,7 +531,7 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "-0.5"], "coef in 0..1"),
     "covariances between no bounds": (
         lambda t: ["--loss", "clip_cov", "--loss-kwargs", "cov_bounds=5,1"],
-        "low < high",
+        "cov_bounds=5,1: give LOW,HIGH, LOW below HIGH",
     ),
     "a correction's bounds": (lambda t: ["--rollout-correction.bounds", "2", "3"], "needs bounds on r"),
     "images for a text model": (lambda t: ["--max-images", "2"], "--max-images has no effect without a --model that"),
