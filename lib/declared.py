@@ -17,6 +17,7 @@ from annotated_types import Gt, Interval
 from lib import InputError
 from lib.columns import COLUMNS
 
+# ---- types of hyper-parameters
 T = TypeVar("T")
 OF_RATIO = "without effect while the ratio pi / pi_old is 1"
 OfRatio = Annotated[T, OF_RATIO]
@@ -44,7 +45,7 @@ class Setting(NamedTuple):
     """A hyper-parameter."""
 
     type: Any
-    default: Any
+    default: Any = None
     of_ratio: bool = False
 
 
@@ -94,7 +95,7 @@ POLICY_LOSSES = {name: declared for kind, name, declared in _FOUND if kind == "L
 ADV_ESTIMATORS = {name: declared for kind, name, declared in _FOUND if kind == "Advantages"}
 TOKEN_MASKS = {name: declared for kind, name, declared in _FOUND if kind == "Mask"}
 CRITERIA = {  # of --rollout-correction.reject
-    f"{scope}_{k}": Setting(Bounds if k == "k1" else Positive, None)
+    f"{scope}_{k}": Setting(Bounds if k == "k1" else Positive)
     for scope in ("token", "seq_sum", "seq_mean", "seq_max")
     for k in ("k1", "k2", "k3")
 }
@@ -117,20 +118,18 @@ def settings_of_loss(loss: str) -> dict[str, Setting]:
     """What --loss-kwargs may give. vanilla is policy_loss of the script, with flags of its own (--clip-ratio-low)."""
     if loss == "vanilla":
         return {}
-    of_masks = [mask.settings for mask in masks_of(loss).values()]
-    return {
-        name: setting for settings in (POLICY_LOSSES[loss].settings, *of_masks) for name, setting in settings.items()
-    }
+    settings = dict(POLICY_LOSSES[loss].settings)
+    for mask in masks_of(loss).values():
+        settings |= mask.settings
+    return settings
 
 
 def read_masks(words: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """{token mask: its hyper-parameter and value} of words such as top_entropy=0.2, for masks that no loss owns."""
-    parameters = {name: next(iter(mask.settings)) for name, mask in TOKEN_MASKS.items() if name not in COLUMNS}
-    settings = {
-        name: Setting(TOKEN_MASKS[name].settings[parameter].type, None) for name, parameter in parameters.items()
-    }
+    """{token mask: its only hyper-parameter} of words such as top_entropy=0.2. Masks of a loss are not among them."""
+    masks = {name: mask.settings for name, mask in TOKEN_MASKS.items() if name not in COLUMNS}
+    settings = {name: Setting(setting.type) for name, own in masks.items() for setting in own.values()}
     values = parsed("--token-masks", read_words("--token-masks", words), settings)
-    return {name: {parameters[name]: value} for name, value in values.items()}
+    return {name: dict.fromkeys(masks[name], value) for name, value in values.items()}
 
 
 def read_words(flag: str, words: Iterable[str]) -> dict[str, str]:
