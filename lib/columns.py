@@ -128,7 +128,7 @@ HEAD = """\
 # Columns of a batch
 
 Every column that the batch of a step can have, in the order in which they are written. B responses, P prompt tokens, T
-response tokens, L = P + T, K rewards of `--adv-kwargs reward_keys`. Columns with a dtype of torch are tensors in
+response tokens, L = P + T, K rewards of gdpo's `reward_keys`. Columns with a dtype of torch are tensors in
 `batch.batch`. The others are object arrays in `batch.non_tensor_batch`, with the Python type of a row's value.
 
 What happens to a column:

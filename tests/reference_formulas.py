@@ -296,8 +296,8 @@ def splitmix64(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def token_masks(args, kept: list[Token], old, rollout, entropy, advantages, step: int) -> tuple[set, set, set]:
-    """-> tokens that stay, tokens whose Clip-Cov loss stays, tokens that KL-Cov penalises."""
+def token_masks(args, kept: list[Token], numbers, old, rollout, entropy, advantages, step) -> tuple[set, set, set]:
+    """-> tokens that stay, tokens whose Clip-Cov loss stays, tokens that KL-Cov penalises. numbers: of the rows."""
     m, stay, cov_keep, cov_pick = args.mask_settings, set(kept), set(kept), set()
     if not kept:
         return stay, cov_keep, cov_pick
@@ -321,7 +321,7 @@ def token_masks(args, kept: list[Token], old, rollout, entropy, advantages, step
         low, high = m["cov_keep"].get("cov_bounds", (1, 5))
         count = max(int(m["cov_keep"].get("cov_ratio", 2e-4) * len(kept)), 1)
         seed = (args.run.seed * 2**20 + step) * 0x9E3779B97F4A7C15
-        noise = {(i, t): splitmix64((i * 2**32 + t + seed) % 2**64) for i, t in kept if low < cov[i, t] < high}
+        noise = {(i, t): splitmix64((numbers[i] * 2**32 + t + seed) % 2**64) for i, t in kept if low < cov[i, t] < high}
         cov_keep -= set(sorted(noise, key=lambda at: noise[at])[:count])
     if args.loss == "kl_cov":
         places = max(int(m["cov_pick"].get("cov_ratio", 2e-4) * len(kept)), 1)

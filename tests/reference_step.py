@@ -281,7 +281,10 @@ class Trainer:
             b.kept = filters["zero_variance"] = [u for u in b.kept if u[0] not in equal]
             b.counted = b.counted if zero_variance == "mask" else [u for u in b.counted if u[0] not in equal]
         entropy = {u: x.entropy.item() for u, x in b.start.items()}
-        stay, b.cov_keep, b.cov_pick = token_masks(args, b.kept, b.old, b.rollout, entropy, b.advantages, self.steps)
+        in_order = sorted(range(len(rows)), key=lambda i: rows[i].uid)
+        numbers = {i: number for number, i in enumerate(in_order)}  # by uid, whichever rank has the row
+        selected = token_masks(args, b.kept, numbers, b.old, b.rollout, entropy, b.advantages, self.steps)
+        stay, b.cov_keep, b.cov_pick = selected
         if args.mask_settings:
             b.kept = filters["token_masks"] = [u for u in b.kept if u in stay]
 

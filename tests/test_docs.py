@@ -173,7 +173,13 @@ def flags_of_programs() -> set[str]:
 
 
 RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
-RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in the table of docs/CHANGELOG.md
+RENAMED |= {
+    "--lam-policy",
+    "--prompt-key",
+    "--answer-key",
+    "--singleton",
+    "--reward-keys",
+}  # in the table of docs/CHANGELOG.md
 
 
 def test_flags_that_documents_name_exist():

@@ -230,7 +230,7 @@ def _meant(name: str, flags: Collection[str]) -> tuple[list[str], str]:
             return [flag], f" docs/{page} has the names"
     if same := [as_flag(end) for end in ends[1:] if as_flag(end) in flags]:  # verl's data.train_files
         return same, ""
-    if (whole := as_flag(".".join(parts[:-1]))) in flags:  # --loss-kwargs.cap for --loss-kwargs cap=5
+    if (whole := as_flag(".".join(parts[:-1]))) in flags:  # a word NAME=VALUE, typed as a flag of its own
         return [whole], ""
     wanted = as_flag(RENAMED.get(key, key))
     settings = [flag for flag in flags if flag.startswith(f"{wanted}.")]

@@ -1,16 +1,15 @@
 """Advantage estimators and the critic's loss.
 
-The tensors are the *global* batch: the script gathers them over ranks first. Groups must be whole. Batch statistics
-(whitening, batch std, gpg's α) are taken over the rows that are passed.
+The tensors are the *global* batch, which the script gathers over ranks. Groups are whole.
 
-- Values at masked positions do not count, even if they are NaN; this holds for rewards too. Results are 0 there.
+- Values at masked positions do not count, even if they are NaN. Results are 0 there.
 - A dead row (no valid token) is in no group, count or statistic; the other rows' results are bit-equal without it.
-- R_i = Σ_t r·m. A group with one live row has no baseline: `singleton` "raw" is verl's value, baseline 0, so A = R
-  unless said otherwise; "zero" is A = 0 (before whitening, where there is one).
-- A batch with only one valid token cannot be whitened. It is left as it is, so that the run goes on.
+- R_i = Σ_t r·m. A group with one live row has no baseline: with `singleton` "raw" A = R unless said otherwise, as in
+  verl; with "zero" A = 0 (before whitening, where there is one).
+- A batch with only one valid token is not whitened.
 
-Estimators return advantages (B, T) and returns (B, T); an outcome estimator returns one tensor twice. Only the value
-loss is differentiated. Statistics are in float64; results have the dtype of the rewards, float32 at least.
+Estimators return advantages (B, T) and returns (B, T), an outcome estimator one tensor twice. Statistics are in
+float64; results have the dtype of the rewards, float32 at least.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,8 +51,7 @@ def compute_overlong_penalty(
     """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, to be added to the rewards.
 
     min(0, −(len − (max_response_length − overlong_buffer)) / overlong_buffer · penalty_factor) on a live row's last
-    valid token, 0 elsewhere (B, T) float32. len is that token's position, so tool output before it counts. Lengths are
-    in tokens. Raises InputError unless 0 < overlong_buffer <= max_response_length."""
+    valid token, 0 elsewhere (B, T). len is that token's position, so tool output before it counts."""
     if not 0 < overlong_buffer <= max_response_length:
         raise InputError(
             f"overlong_buffer must be in 1..max_response_length = {max_response_length}, not {overlong_buffer}"
@@ -75,8 +73,7 @@ def compute_grpo_outcome_advantage(
     """GRPO, arXiv 2402.03300: A_i = (R_i − mean_g) / (std_g + epsilon) on every valid token of row i; std with N − 1.
 
     `norm_adv_by_std_in_grpo=False` is Dr. GRPO, arXiv 2503.20783: A_i = R_i − mean_g.
-    token_level_rewards, response_mask (B, T); index (B,): rows of equal id are one group. Equal rewards give exactly 0.
-    Beware of singleton "raw" if rows can be dead: a group's only live row has its bare reward as advantage."""
+    token_level_rewards, response_mask (B, T); index (B,): rows of equal id are one group. Equal rewards give 0."""
     scores = masked_sum(token_level_rewards.double(), response_mask, dim=-1)  # (B,)
     advantages = scores - group_mean(scores, response_mask, index, singleton)
     if norm_adv_by_std_in_grpo:
@@ -89,9 +86,8 @@ def compute_grpo_outcome_advantage(
 def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
     """A_t = δ_t + γλ·A', δ_t = r_t + γ·V' − V_t (B, T) in float64, 0 at masked positions; `lam` a number or (B,).
 
-    A' and V' are those of the next *valid* token, as if the tool output between them were not there.
-    With values None (0) and λ = 1 this is the discounted reward to go. It runs on the CPU, where a column of tokens
-    costs no eight kernel launches."""
+    A' and V' belong to the next *valid* token. With values None (0) and λ = 1 this is the discounted reward to go. It
+    runs on the CPU, where a column of tokens costs no kernel launches."""
     device, valid = rewards.device, mask.bool().cpu()
     values = torch.zeros_like(rewards) if values is None else values
     rewards, values = (_keep(x, mask).double().cpu() for x in (rewards, values))
@@ -138,8 +134,8 @@ def compute_value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's critic: L = ½·max((v − R)², (clip(v, V ± cliprange_value) − R)²), v = vpreds, V = values before the update.
 
-    All (B, T). A cliprange_value of math.inf turns the clip off. Only vpreds is differentiated. Returns losses (B, T)
-    for `agg_loss`, 0 at masked positions, and a detached (B, T) metric: critic/vf_clipfrac, where the clip decides."""
+    All (B, T). math.inf turns the clip off. Only vpreds is differentiated. Returns losses for `agg_loss`, 0 at masked
+    positions, and a detached metric: critic/vf_clipfrac, where the clip decides."""
     if not cliprange_value > 0:
         raise InputError(f"cliprange_value must be > 0, not {cliprange_value}")
     vpreds = _keep(vpreds, response_mask)

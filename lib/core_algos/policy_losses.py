@@ -2,12 +2,9 @@
 
     policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
 
-Tensors are (B, T). Losses and their gradients are 0 at masked positions, whatever is there. Only log_prob is
-differentiated; metrics are detached; `agg_loss` divides by global counts. A loss may look along its own row (a response
-is never split) but never across rows, so no micro-batch split changes it. A choice that compares tokens of different
-rows, such as a quantile, is a mask. `compute_token_masks` makes it, without gradient, from the step's batch, gathered
-over the ranks; then it is cut into micro-batches like every other key. A mask multiplies losses; denominators do not
-change.
+Tensors are (B, T). Losses and gradients are 0 at masked positions, whatever is there. Only log_prob is differentiated.
+`agg_loss` divides by global counts. A loss may look along its own row, which is never split, but not across rows: so no
+micro-batch split changes it. What compares rows, such as a quantile, is a mask of token_masks.py.
 
 ρ = exp(log_prob − old_log_prob), log ratio clamped to ±20; A = advantage; sg = stop-gradient; N = number of tokens.
 """
@@ -64,9 +61,8 @@ def compute_policy_loss(
     low != high is DAPO's clip-higher, arXiv 2503.14476. Dual clip, arXiv 1912.09729: where A < 0, L <= −A·c (c > 1;
     math.inf turns it off).
 
-    Metrics, to be averaged over the valid tokens of the global mini-batch: pg_clipfrac (clipped by PPO),
-    pg_clipfrac_lower (by the dual clip), ppo_kl (KL(old ‖ new)). verl returns the aggregated scalar. But scalars of
-    uneven micro-batches or ranks do not add up to the loss of the mini-batch, so here the script calls `agg_loss`."""
+    Metrics, to be averaged over valid tokens: pg_clipfrac (clipped by PPO), pg_clipfrac_lower (by the dual clip),
+    ppo_kl (KL(old ‖ new)). verl returns the aggregated scalar; here the script calls `agg_loss`, with global counts."""
     if not clip_ratio_c > 1:
         raise InputError(f"clip_ratio_c bounds the ratio from above where A < 0 and must be > 1, not {clip_ratio_c}")
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)

@@ -46,8 +46,7 @@ def cov_keep(
     from those with cov_bounds[0] < covariance < cov_bounds[1].
 
     row_ids (B,): integers, no two equal. The draw hashes (seed, row id, position), so row order, padding and split do
-    not change it. The paper computes the covariance with the current weights and leaves out tokens that PPO clips.
-    Before the first update the current weights are the old ones, and nothing is clipped."""
+    not change it. The paper's covariance is by the current weights, which are the old ones before the first update."""
     low, high = cov_bounds
     valid = response_mask.bool()
     covariance = _covariance(advantages, old_log_probs, response_mask)
@@ -61,8 +60,7 @@ def cov_keep(
 def cov_pick(old_log_probs, advantages, response_mask, *, cov_ratio: OfRatio[Share] = 2e-4) -> Mask:
     """KL-Cov, arXiv 2505.22617 -> pick (B, T) bool: the max(⌊cov_ratio·N⌋, 1) valid tokens of largest covariance.
 
-    If tokens tie at the last place, none of them is picked. So row order does not matter, and advantages that are all 0
-    pick nothing."""
+    Of tokens that tie at the last place none is picked, so row order does not matter."""
     valid = response_mask.bool()
     covariance = _covariance(advantages, old_log_probs, response_mask)
     ranked = covariance[valid].sort(descending=True).values
@@ -103,9 +101,8 @@ def off_policy_sequence(rollout_log_probs, old_log_probs, advantages, response_m
 def compute_token_masks(masks: Mapping[str, Mapping], tensors: Mapping[str, Tensor], seed: int) -> dict[str, Mask]:
     """The token masks of a step, from its whole batch, gathered over the ranks.
 
-    masks: {name: its hyper-parameters}. tensors: the columns that they declare, and group (B,). Returns cov_keep, drawn
-    by (seed, row id, position), and cov_pick under their names, and the product of the others as token_mask, as far as
-    asked for. Raises InputError for an unknown mask; it lists the names."""
+    masks: {name: its hyper-parameters}. tensors: the columns that they declare, and group (B,). Returns the masks of
+    losses under their names, and the product of the others as token_mask. Raises InputError for an unknown mask."""
     results: dict[str, Mask] = {}
     for name, settings in masks.items():
         declared = named(TOKEN_MASKS, name)

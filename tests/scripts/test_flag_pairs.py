@@ -40,18 +40,18 @@ BASE = f"--prompts-per-step {PROMPTS} --max-prompt-length 2 --max-response-lengt
 BASE += ["--model", TOY_MODEL, "--train-files", str(ROOT / "data/toy/val.jsonl")]
 
 # Values of each flag, by lines; the first, -, is not to give the flag. A hyper-parameter, NAME=VALUE in a flag such as
-# --loss-kwargs, has a line of its own: --loss-kwargs.cap.
+# --loss-kwargs, has a line of its own: --loss-kwargs:cap.
 FLAGS = """
 --adv-estimator: - dr_grpo rloo opo gpg maxrl grpo_passk grpo_leave_one_out grpo_batch_std reinforce_plus_plus
     reinforce_plus_plus_baseline gdpo optimal_token_baseline tir_optimal_token_baseline gigpo mt_grpo
---adv-kwargs.epsilon: - 0.5
---adv-kwargs.norm_adv_by_std_in_grpo: - False
---adv-kwargs.gamma: - 0.9
---adv-kwargs.turn_coef: - 0.5
---adv-kwargs.f_norm: - 2
---adv-kwargs.reward_weights: - 1,0.5
---adv-kwargs.reward_keys: - a,b
---adv-kwargs.singleton: - zero
+--adv-kwargs:epsilon: - 0.5
+--adv-kwargs:norm_adv_by_std_in_grpo: - False
+--adv-kwargs:gamma: - 0.9
+--adv-kwargs:turn_coef: - 0.5
+--adv-kwargs:f_norm: - 2
+--adv-kwargs:reward_weights: - 1,0.5
+--adv-kwargs:reward_keys: - a,b
+--adv-kwargs:singleton: - zero
 --zero-variance: - mask drop_from_denominator
 --group-size: 3 1
 --num-mini-batches: 2 1
@@ -60,27 +60,27 @@ FLAGS = """
 --max-response-length: 6 8
 --max-grad-norm: - 0.1
 --loss: - gspo cispo geo_mean sapo gpg reinforce dppo_tv dppo_kl dro two_sided decoupled clip_cov kl_cov
---loss-kwargs.cliprange_low: - 0.05
---loss-kwargs.cliprange_high: - 0.05
---loss-kwargs.ratio_high: - 1.05
---loss-kwargs.tau_pos: - 2
---loss-kwargs.tau_neg: - 2
---loss-kwargs.delta_low: - 0.01
---loss-kwargs.delta_high: - 0.01
---loss-kwargs.dro_beta: - 0.5
---loss-kwargs.delta: - 1.3
---loss-kwargs.cap: - 1.1
---loss-kwargs.kl_coef: - 0.5
+--loss-kwargs:cliprange_low: - 0.05
+--loss-kwargs:cliprange_high: - 0.05
+--loss-kwargs:ratio_high: - 1.05
+--loss-kwargs:tau_pos: - 2
+--loss-kwargs:tau_neg: - 2
+--loss-kwargs:delta_low: - 0.01
+--loss-kwargs:delta_high: - 0.01
+--loss-kwargs:dro_beta: - 0.5
+--loss-kwargs:delta: - 1.3
+--loss-kwargs:cap: - 1.1
+--loss-kwargs:kl_coef: - 0.5
 --clip-ratio-low: - 0.05
 --clip-ratio-high: - 0.05
 --clip-ratio-c: - 1.1
 --loss-agg-mode: - token-sum seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm
 --loss-scale-factor: - 9
---token-masks.top_entropy: - 0.8
---token-masks.m2po: - 0.06
---token-masks.off_policy_sequence: - 0.02
---loss-kwargs.cov_ratio: - 0.1
---loss-kwargs.cov_bounds: - 0.01,2
+--token-masks:top_entropy: - 0.8
+--token-masks:m2po: - 0.06
+--token-masks:off_policy_sequence: - 0.02
+--loss-kwargs:cov_ratio: - 0.1
+--loss-kwargs:cov_bounds: - 0.01,2
 --entropy-coef: - 0.05 -0.05
 --entropy-target: - 4
 --old-log-probs: - recompute rollout
@@ -131,35 +131,35 @@ WITH_GROUPS += ["reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_o
 CLIPPED = ["cispo", "gspo", "geo_mean", "two_sided", "decoupled", "clip_cov"]
 # What a flag, or a value of it, needs of another flag: without that it is rejected, which is checked.
 NEEDS = {
-    "--adv-kwargs.epsilon": ("--adv-estimator", ["-", *BY_STD, "grpo_leave_one_out", "grpo_batch_std"]),
-    "--adv-kwargs.norm_adv_by_std_in_grpo": ("--adv-estimator", BY_STD),
-    "--adv-kwargs.gamma": ("--adv-estimator", ["reinforce_plus_plus", "gigpo"]),
-    "--adv-kwargs.turn_coef": ("--adv-estimator", ["gigpo", "mt_grpo"]),
-    "--adv-kwargs.singleton": ("--adv-estimator", WITH_GROUPS),
+    "--adv-kwargs:epsilon": ("--adv-estimator", ["-", *BY_STD, "grpo_leave_one_out", "grpo_batch_std"]),
+    "--adv-kwargs:norm_adv_by_std_in_grpo": ("--adv-estimator", BY_STD),
+    "--adv-kwargs:gamma": ("--adv-estimator", ["reinforce_plus_plus", "gigpo"]),
+    "--adv-kwargs:turn_coef": ("--adv-estimator", ["gigpo", "mt_grpo"]),
+    "--adv-kwargs:singleton": ("--adv-estimator", WITH_GROUPS),
     "--adv-estimator gigpo": ("--multi-turn.tools", ["calculator", "REWARDING"]),
     "--adv-estimator mt_grpo": ("--multi-turn.tools", ["REWARDING"]),
-    "--adv-kwargs.f_norm": ("--adv-estimator", ["gpg"]),
-    "--adv-kwargs.reward_weights": ("--adv-estimator", ["gdpo"]),
-    "--adv-kwargs.reward_keys": ("--adv-estimator", ["gdpo"]),
-    "--adv-estimator gdpo": ("--adv-kwargs.reward_keys", ["a,b"]),
-    "--loss dro": ("--loss-kwargs.dro_beta", ["0.5"]),
-    "--loss-kwargs.cliprange_low": ("--loss", CLIPPED),
-    "--loss-kwargs.cliprange_high": ("--loss", CLIPPED),
-    "--loss-kwargs.ratio_high": ("--loss", ["reinforce", "dppo_tv", "dppo_kl"]),
-    "--loss-kwargs.tau_pos": ("--loss", ["sapo"]),
-    "--loss-kwargs.tau_neg": ("--loss", ["sapo"]),
-    "--loss-kwargs.delta_low": ("--loss", ["dppo_tv", "dppo_kl"]),
-    "--loss-kwargs.delta_high": ("--loss", ["dppo_tv", "dppo_kl"]),
-    "--loss-kwargs.dro_beta": ("--loss", ["dro"]),
-    "--loss-kwargs.delta": ("--loss", ["two_sided"]),
-    "--loss-kwargs.cap": ("--loss", ["decoupled"]),
-    "--loss-kwargs.kl_coef": ("--loss", ["kl_cov"]),
+    "--adv-kwargs:f_norm": ("--adv-estimator", ["gpg"]),
+    "--adv-kwargs:reward_weights": ("--adv-estimator", ["gdpo"]),
+    "--adv-kwargs:reward_keys": ("--adv-estimator", ["gdpo"]),
+    "--adv-estimator gdpo": ("--adv-kwargs:reward_keys", ["a,b"]),
+    "--loss dro": ("--loss-kwargs:dro_beta", ["0.5"]),
+    "--loss-kwargs:cliprange_low": ("--loss", CLIPPED),
+    "--loss-kwargs:cliprange_high": ("--loss", CLIPPED),
+    "--loss-kwargs:ratio_high": ("--loss", ["reinforce", "dppo_tv", "dppo_kl"]),
+    "--loss-kwargs:tau_pos": ("--loss", ["sapo"]),
+    "--loss-kwargs:tau_neg": ("--loss", ["sapo"]),
+    "--loss-kwargs:delta_low": ("--loss", ["dppo_tv", "dppo_kl"]),
+    "--loss-kwargs:delta_high": ("--loss", ["dppo_tv", "dppo_kl"]),
+    "--loss-kwargs:dro_beta": ("--loss", ["dro"]),
+    "--loss-kwargs:delta": ("--loss", ["two_sided"]),
+    "--loss-kwargs:cap": ("--loss", ["decoupled"]),
+    "--loss-kwargs:kl_coef": ("--loss", ["kl_cov"]),
     "--clip-ratio-low": ("--loss", ["-"]),
     "--clip-ratio-high": ("--loss", ["-"]),
     "--clip-ratio-c": ("--loss", ["-"]),
     "--loss-scale-factor": ("--loss-agg-mode", ["seq-mean-token-sum-norm"]),
-    "--loss-kwargs.cov_ratio": ("--loss", ["clip_cov", "kl_cov"]),
-    "--loss-kwargs.cov_bounds": ("--loss", ["clip_cov"]),
+    "--loss-kwargs:cov_ratio": ("--loss", ["clip_cov", "kl_cov"]),
+    "--loss-kwargs:cov_bounds": ("--loss", ["clip_cov"]),
     "--rollout-correction.action": ("--rollout-correction.level", ["-", "token", "sequence", "geometric"]),
     "--rollout-correction.bounds": ("--rollout-correction.level", ["-", "token", "sequence", "geometric"]),
     "--rollout-correction.batch-normalize": ("--rollout-correction.level", ["-", "token", "sequence", "geometric"]),
@@ -185,7 +185,7 @@ OWN_NEEDS = {
     "dapo": KL_IN_REWARD
     | {  # which has an overlong penalty and refills by default
         "--adv-estimator maxrl": ("--overlong-buffer", ["0"]),
-        "--adv-kwargs.reward_keys a,b": ("--overlong-buffer", ["0"]),
+        "--adv-kwargs:reward_keys a,b": ("--overlong-buffer", ["0"]),
         "--group-size 1": ("--zero-variance", ["keep"]),
     },
 }
@@ -210,7 +210,7 @@ def words_of(flag: str, value: str) -> list[str]:
     if value in ("-", "GIVEN"):
         return [] if value == "-" else [flag]
     if flag.startswith(OF_WORDS):
-        flag, _, name = flag.partition(".")
+        flag, _, name = flag.partition(":")
         return [flag, f"{name}={value}"]
     if flag == "--rollout-correction.reject":
         return [flag, value]
@@ -218,7 +218,7 @@ def words_of(flag: str, value: str) -> list[str]:
 
 
 def typed(flag: str) -> str:
-    return flag.replace(".", " ") if flag.startswith(OF_WORDS) else flag
+    return flag.replace(":", " ") if flag.startswith(OF_WORDS) else flag
 
 
 def field_of(flag: str) -> str:
@@ -604,14 +604,14 @@ ON_TWO_RANKS = {  # cases of each script
     "grpo": (
         "--loss gspo --loss-agg-mode seq-mean-token-mean --kl-coef 0.1 --zero-variance drop_from_denominator "
         "--adv-estimator gigpo --multi-turn.tools calculator",
-        "--adv-estimator gdpo --adv-kwargs.reward_keys a,b --update-epochs 2 --micro-batch-tokens 12 "
-        "--token-masks.m2po 0.06",
-        "--adv-estimator optimal_token_baseline --rollout-correction.level sequence --token-masks.top_entropy 0.8",
-        "--loss clip_cov --loss-kwargs.cov_ratio 0.1 --loss-kwargs.cov_bounds 0.01,2 --micro-batch-tokens 12",
-        "--loss kl_cov --loss-kwargs.cov_ratio 0.1 --adv-estimator rloo --kl-coef 0.1 --kl-placement reward "
+        "--adv-estimator gdpo --adv-kwargs:reward_keys a,b --update-epochs 2 --micro-batch-tokens 12 "
+        "--token-masks:m2po 0.06",
+        "--adv-estimator optimal_token_baseline --rollout-correction.level sequence --token-masks:top_entropy 0.8",
+        "--loss clip_cov --loss-kwargs:cov_ratio 0.1 --loss-kwargs:cov_bounds 0.01,2 --micro-batch-tokens 12",
+        "--loss kl_cov --loss-kwargs:cov_ratio 0.1 --adv-estimator rloo --kl-coef 0.1 --kl-placement reward "
         "--kl-target 0.5",
         "--adv-estimator reinforce_plus_plus --rollout-correction.reject seq_mean_k1=0.8,1.25 --entropy-target 4",
-        "--loss-agg-mode seq-mean-token-sum-norm --token-masks.m2po 0.06 --top-p 0.8 --entropy-coef 0.05",
+        "--loss-agg-mode seq-mean-token-sum-norm --token-masks:m2po 0.06 --top-p 0.8 --entropy-coef 0.05",
     ),
     "dapo": (
         "--num-mini-batches 1 --overlong-filtering GIVEN --kl-coef 0.1",
@@ -706,7 +706,7 @@ def test_dapo_deals_leftovers_and_fillers_out_to_the_mini_batches(world, old, ne
 ACTS_WITH = {  # where the flag alone, and what it needs, would change nothing here
     "--max-response-length 8": {"--loss-agg-mode": "seq-mean-token-sum-norm"},
     "--zero-variance mask": {"--kl-coef": "0.1"},
-    "--loss two_sided": {"--loss-kwargs.delta": "1.3"},
+    "--loss two_sided": {"--loss-kwargs:delta": "1.3"},
 }
 ONLY = {  # what else than the training a value changes; nothing, where it is the default, or says how to compute
     "nothing": {"--micro-batch-tokens 12", "--old-log-probs recompute", "--kl-estimator k3+", "--kl-placement loss"},

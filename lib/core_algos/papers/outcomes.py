@@ -13,9 +13,7 @@ from lib.declared import Discount, Names, Positive, Singleton, Weights
 
 def _outcomes(rewards: Tensor, mask: Tensor, index: Index, singleton: str) -> tuple:
     """For the live rows, in float64 on the CPU: R (N,), R − mean_g (N,), the group number (N,), the group's size (N,);
-    and a function that spreads A over their tokens: (N,) -> advantages (B, T), returns (B, T).
-
-    R − mean_g is exactly 0 in a group of equal R; in a group of one it is R if "raw", 0 if "zero"."""
+    and a function that spreads A over their tokens: (N,) -> advantages (B, T), returns (B, T)."""
     scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
     centred = scores - group_mean(scores, torch.ones(len(scores), 1), group, singleton)
 
@@ -54,8 +52,7 @@ def grpo_passk(
 ) -> Advantages:
     """Pass@k, arXiv 2503.19595: A = (R_max − R_second) / (std_g + epsilon) for a group's best, 0 for the others.
 
-    A tie gives 0, and so does a group of one: it has no second (verl: ValueError, so that a run ends at a group of
-    which a failed scorer or a rejection leaves one row)."""
+    A tie gives 0, and so does a group of one, which has no second (verl: ValueError)."""
     scores, _, group, _, spread = _outcomes(token_level_rewards, response_mask, index, "zero")
     advantages = torch.zeros_like(scores)
     for rows in _groups(scores, group):
@@ -78,8 +75,7 @@ def grpo_leave_one_out(
 ) -> Advantages:
     """GRPO with the others' statistics (NeMo-RL, AReaL): A_i = (R_i − mean_{j≠i} R_j) / (std_{j≠i} + epsilon).
 
-    If all the others' rewards are equal, but for rounding, A is not divided: their std may be above 0 by rounding, so
-    that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one."""
+    If the others' rewards are equal, but for rounding, A is not divided: a std of rounding noise would blow it up."""
     scores, advantages, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     for rows in _groups(scores, group):
         size, ordered = len(rows), scores[rows] - scores[rows[0]]
@@ -123,10 +119,9 @@ def gpg(
 
 
 def maxrl(token_level_rewards, response_mask, index) -> Advantages:
-    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g = 0. Raises InputError for an R_i below 0:
-    with it the mean is no measure of how often a prompt is solved.
+    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g = 0 and in a group of one.
 
-    A group of one gives 0 by the formula (the paper's code takes mean 0 there: A = R / epsilon)."""
+    Raises InputError for an R_i below 0: the mean would not say how often a prompt is solved."""
     scores, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, "zero")
     if (scores < 0).any():
         why = f"a response has the reward {float(scores.min()):g}: give scores of 0 and 1, or take another estimator"
@@ -149,10 +144,9 @@ def gdpo(
 ) -> Advantages:
     """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
 
-    reward_components (B, K): K rewards of each row, or NaN: a row without reward k is in no mean or deviation of it and
-    has no such term; one without any is not whitened, A = 0. reward_keys: their names in the scorer's result, by which
-    the script makes this column. reward_weights: K numbers, 1 by default. Of token_level_rewards only the dtype is
-    used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl) or 0 ("zero")."""
+    reward_components (B, K): K rewards of each row; a row with NaN for k is in no mean or deviation of it and has no
+    such term; one without any is not whitened, A = 0. reward_keys: their names in the scorer's result. reward_weights:
+    K numbers, 1 by default. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl) or 0 ("zero")."""
     weights = reward_weights or [1.0] * reward_components.shape[1]
     if len(weights) != reward_components.shape[1]:
         rewards = " ".join([f"{reward_components.shape[1]} rewards", *reward_keys])
