@@ -22,7 +22,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from lib import args as shared  # not found by a copy elsewhere? export PYTHONPATH=/path/to/plainrl
-from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
+from lib.cli.flags import Ge, Gt, Interval, read_flags
 
 
 @dataclass
@@ -52,18 +52,17 @@ class Args(shared.ScriptArgs):
     # ---- advantages
     adv_estimator: shared.AdvEstimator = "grpo"
     """grpo: grpo_advantages in this script; the others are in lib/core_algos/advantages.py (docs/algorithms.md)"""
-    adv_kwargs: shared.AdvKwargs = field(default_factory=shared.AdvKwargs)
-    singleton: Literal["raw", "zero"] = "raw"
-    """advantage of a response that is alone in its group: its reward (raw, as in verl) or 0 (zero)"""
+    adv_kwargs: tuple[str, ...] = ()
+    """hyper-parameters of --adv-estimator, NAME=VALUE, such as epsilon=1e-4 (docs/flags_read.md has the names).
+    singleton=zero: advantage 0, not its reward, for a response that is alone in its group"""
     zero_variance: Literal["keep", "mask", "drop_from_denominator"] = "keep"
     """groups with equal scores: keep; mask: exclude from the loss; drop_from_denominator: also from its denominator"""
-    reward_keys: tuple[str, ...] = ()
-    """keys of the scorer's result that --adv-estimator gdpo treats as separate rewards"""
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
     """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
-    loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
+    loss_kwargs: tuple[str, ...] = ()
+    """hyper-parameters of --loss, NAME=VALUE, such as cliprange_low=3e-4 (docs/flags_read.md has the names)"""
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2
@@ -74,7 +73,8 @@ class Args(shared.ScriptArgs):
     """how token losses are averaged: agg_loss in lib/core_algos/reductions.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
-    token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)
+    token_masks: tuple[str, ...] = ()
+    """which tokens stay in the loss: top_entropy=SHARE, m2po=LIMIT, off_policy_sequence=LIMIT (docs/algorithms.md)"""
     entropy_coef: Annotated[float, Interval(ge=-1, le=1)] = 0.0
     """weight of the entropy bonus"""
     entropy_target: Annotated[float | None, Ge(0)] = None
@@ -118,13 +118,14 @@ from lib.run import open_run
 
 def grpo_advantages(args: Args, rewards: torch.Tensor, valid_mask: torch.Tensor, t) -> tuple:
     """(advantages, returns) (B, T): for an outcome reward, the same tensor. t["group"] (B,): the group of each row."""
+    settings = args.adv_settings  # {name: value} of --adv-kwargs
     if args.adv_estimator != "grpo":
-        settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
         return core_algos.estimate_advantages(args.adv_estimator, settings, rewards, valid_mask, t)
+    singleton = settings.get("singleton", "raw")  # of a group of one the advantage is its reward; zero: it is 0
     scores = core_algos.masked_sum(rewards.double(), valid_mask, dim=1)  # (B,) R_i
-    mean = core_algos.group_mean(scores, valid_mask, t["group"], args.singleton)  # (B,) over valid rows
-    std = core_algos.group_std(scores, valid_mask, t["group"], args.singleton)
-    advantages = (scores - mean) / (std + (args.adv_kwargs.epsilon or 1e-6))
+    mean = core_algos.group_mean(scores, valid_mask, t["group"], singleton)  # (B,) over valid rows
+    std = core_algos.group_std(scores, valid_mask, t["group"], singleton)
+    advantages = (scores - mean) / (std + settings.get("epsilon", 1e-6))
     advantages = torch.where(valid_mask, advantages[:, None], 0).to(rewards)  # (B, T) the same for every token
     return advantages, advantages
 
@@ -132,7 +133,7 @@ def grpo_advantages(args: Args, rewards: torch.Tensor, valid_mask: torch.Tensor,
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
     if args.loss != "vanilla":
-        return core_algos.named_policy_loss(args.loss, non_default(args.loss_kwargs), old_log_probs, log_probs, t)
+        return core_algos.named_policy_loss(args.loss, args.loss_settings, old_log_probs, log_probs, t)
     advantages, log_ratio = t["advantages"], (log_probs - old_log_probs).clamp(-20, 20)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -175,7 +176,7 @@ def add_advantages(
         scores = rows["token_level_scores"], valid_mask, rows["group"], rows.get("reward_components")
         no_signal = core_algos.zero_variance_rows(*scores)  # (B,)
         masks.drop(no_signal, "zero_variance", uncount=args.zero_variance == "drop_from_denominator")
-    if token_masks := args.token_masks.settings(args.loss):
+    if token_masks := args.mask_settings:
         seed = args.run.seed * 2**20 + step
         rows |= core_algos.compute_token_masks(token_masks, rows | {"response_mask": masks.loss_mask}, seed=seed)
         masks.drop(~rows.pop("token_mask", masks.loss_mask), "token_masks")

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from lib import args as shared  # not found by a copy elsewhere? export PYTHONPATH=/path/to/plainrl
-from lib.cli.flags import Ge, Gt, Interval, non_default, read_flags
+from lib.cli.flags import Ge, Gt, Interval, read_flags
 
 
 @dataclass
@@ -50,7 +50,8 @@ class Args(shared.ScriptArgs, script="remax"):
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
     """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
-    loss_kwargs: shared.LossKwargs = field(default_factory=shared.LossKwargs)
+    loss_kwargs: tuple[str, ...] = ()
+    """hyper-parameters of --loss, NAME=VALUE, such as cliprange_low=3e-4 (docs/flags_read.md has the names)"""
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2
@@ -61,7 +62,8 @@ class Args(shared.ScriptArgs, script="remax"):
     """how token losses are averaged: agg_loss in lib/core_algos/reductions.py"""
     loss_scale_factor: Annotated[float | None, Gt(0)] = None
     """constant divisor of seq-mean-token-sum-norm; empty: max_response_length"""
-    token_masks: shared.TokenMaskArgs = field(default_factory=shared.TokenMaskArgs)
+    token_masks: tuple[str, ...] = ()
+    """which tokens stay in the loss: top_entropy=SHARE, m2po=LIMIT, off_policy_sequence=LIMIT (docs/algorithms.md)"""
     entropy_coef: Annotated[float, Interval(ge=-1, le=1)] = 0.0
     """weight of the entropy bonus"""
     entropy_target: Annotated[float | None, Ge(0)] = None
@@ -113,7 +115,7 @@ def remax_advantages(rewards: torch.Tensor, greedy_scores: torch.Tensor, valid_m
 def policy_loss(args: Args, log_probs: torch.Tensor, old_log_probs: torch.Tensor, t) -> tuple[torch.Tensor, dict]:
     """Token losses (b, T), before they are averaged, and metrics (b, T). To try another loss, change this."""
     if args.loss != "vanilla":
-        return core_algos.named_policy_loss(args.loss, non_default(args.loss_kwargs), old_log_probs, log_probs, t)
+        return core_algos.named_policy_loss(args.loss, args.loss_settings, old_log_probs, log_probs, t)
     advantages, log_ratio = t["advantages"], (log_probs - old_log_probs).clamp(-20, 20)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
@@ -152,7 +154,7 @@ def add_advantages(
         kl_control.update(mean_kl, len(valid_mask))
     rows["token_level_rewards"] = rewards
     rows["advantages"], rows["returns"] = remax_advantages(rewards, rows["reward_baselines"], valid_mask)
-    if token_masks := args.token_masks.settings(args.loss):
+    if token_masks := args.mask_settings:
         seed = args.run.seed * 2**20 + step
         rows |= core_algos.compute_token_masks(token_masks, rows | {"response_mask": masks.loss_mask}, seed=seed)
         masks.drop(~rows.pop("token_mask", masks.loss_mask), "token_masks")

@@ -114,7 +114,7 @@ SETTINGS = {
         f"--loss {loss}": Setting("four updates a step", f"{FOUR} --loss {loss} --loss-agg-mode seq-mean-token-mean")
         for loss in ("gspo", "sapo", "geo_mean")
     },
-    "--loss dro": Setting("four updates a step", f"{FOUR} --loss dro --loss-kwargs.dro-beta 0.1"),
+    "--loss dro": Setting("four updates a step", f"{FOUR} --loss dro --loss-kwargs dro_beta=0.1"),
     "--async-level 2": Setting("four updates a step", f"{APART} --async-level 2 {FOUR}"),
     "--async-level 2: measure": Setting("four updates a step", f"{APART} --async-level 2 {FOUR} {MEASURE}"),
     "KL 0.001": Setting("settings", "--kl-coef 0.001"),
@@ -157,7 +157,7 @@ LONG_SETTINGS = {  # each is compared with the first of its group
         for loss in ("reinforce", "cispo", "gspo", "sapo", "geo_mean", "dppo_tv", "two_sided")
     },
     "--loss gspo, bounds 0.01": Setting(
-        SIXTEEN, f"{OFTEN} --loss gspo --loss-kwargs.cliprange-low 0.01 --loss-kwargs.cliprange-high 0.01"
+        SIXTEEN, f"{OFTEN} --loss gspo --loss-kwargs cliprange_low=0.01 cliprange_high=0.01"
     ),
 }
 

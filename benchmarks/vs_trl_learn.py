@@ -107,7 +107,7 @@ TASKS = {
 TaskName = Literal[tuple(TASKS)]
 FLAGS = f"""
     --group-size {GROUP} --num-mini-batches 1 --update-epochs 1 --temperature 1 --top-p 1 --top-k -1
-    --adv-estimator grpo --adv-kwargs.epsilon 1e-4 --zero-variance keep
+    --adv-estimator grpo --adv-kwargs epsilon=1e-4 --zero-variance keep
     --loss vanilla --clip-ratio-low 0.2 --clip-ratio-high 0.2 --loss-agg-mode token-mean
     --kl-coef 0 --entropy-coef 0 --lr-schedule constant --warmup-steps 0
     --adam-betas 0.9 0.999 --weight-decay 0 --max-grad-norm 1

@@ -81,7 +81,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     ),
     "lib/reward/scores.py: add_to": (
         Column("token_level_scores", "B, T", "float32", "reward, on the last token", "advantages", "always", "score"),
-        Column("reward_components", "B, K", "float32", "the rewards of --reward-keys", "gdpo", "always"),
+        Column("reward_components", "B, K", "float32", "the rewards of reward_keys", "gdpo", "always"),
         Column("reward_extra_info", "B", "dict", "what else the scorer returned", "samples", saved="rewards"),
     ),
     "lib/model/trained.py: check_rows": (
@@ -131,8 +131,8 @@ HEAD = """\
 # Columns of a batch
 
 Every column that the batch of a step can have, in the order in which they are written. B responses, P prompt tokens, T
-response tokens, L = P + T, K rewards of `--reward-keys`. Columns with a dtype of torch are tensors in `batch.batch`.
-The others are object arrays in `batch.non_tensor_batch`, with the Python type of a row's value.
+response tokens, L = P + T, K rewards of gdpo's `reward_keys`. Columns with a dtype of torch are tensors in
+`batch.batch`. The others are object arrays in `batch.non_tensor_batch`, with the Python type of a row's value.
 
 What happens to a column:
 

@@ -72,12 +72,13 @@ def correction(c, old: Numbers, rollout: Numbers, mask: list[Token]) -> tuple[Nu
         rows[i][t] = old[i, t] - rollout[i, t]
     kept = set(mask)
     values: dict[str, list[float]] = defaultdict(list)
-    for criterion, limit in vars(c.reject).items():
-        if limit is not None:
-            alive = {(i, t) for i, row in rows.items() for t in survivors(row, criterion, limit)}
-            units = mask if criterion.startswith("token") else [(i, min(row)) for i, row in rows.items()]
-            values[f"rejected_{criterion}"] = [at not in alive for at in units]
-            kept &= alive
+    for word in c.reject:
+        criterion, _, limit = word.partition("=")
+        limit = [float(x) for x in limit.split(",")] if criterion.endswith("k1") else float(limit)
+        alive = {(i, t) for i, row in rows.items() for t in survivors(row, criterion, limit)}
+        units = mask if criterion.startswith("token") else [(i, min(row)) for i, row in rows.items()]
+        values[f"rejected_{criterion}"] = [at not in alive for at in units]
+        kept &= alive
     values["rejected_tokens"] = [at not in kept for at in mask]
     values["rejected_rows"] = [not any((i, t) in kept for t in row) for i, row in rows.items()]
     weights: Numbers = {}
@@ -184,7 +185,7 @@ def token_baseline(args, at, mates_of, rewards, squared_scores, weights) -> tupl
         baseline = fsum(to_go[u] * energy[u] for u in here) / (fsum(energy[u] for u in here) + 1e-8)
         baseline = baseline if column <= others_end else 0.0
         advantages[token] = to_go[token] - baseline
-        if len(mates) == 1 and args.singleton == "zero":
+        if len(mates) == 1 and args.adv_settings.get("singleton") == "zero":
             advantages[token] = 0.0
     return advantages, to_go
 
@@ -202,9 +203,9 @@ def runs(steps: list[int]) -> list[list[int]]:
 
 def credit_for_turns(args, rows, at, mates_of, rewards) -> Numbers:
     """GiGPO and MT-GRPO: what the episode is worth in its group, and the turn among its peers."""
-    k, is_gigpo = args.adv_kwargs, args.adv_estimator == "gigpo"
-    epsilon, by_std = k.epsilon or 1e-6, k.norm_adv_by_std_in_grpo is not False
-    gamma, coef = (default if x is None else x for x, default in ((k.gamma, 0.95), (k.turn_coef, 1.0)))
+    k, is_gigpo = args.adv_settings, args.adv_estimator == "gigpo"
+    epsilon, by_std = k.get("epsilon", 1e-6), k.get("norm_adv_by_std_in_grpo", True)
+    gamma, coef = k.get("gamma", 0.95), k.get("turn_coef", 1.0)
 
     def against(x: float, peers: list[float], alone: float) -> float:
         if len(peers) == 1:
@@ -222,7 +223,7 @@ def credit_for_turns(args, rows, at, mates_of, rewards) -> Numbers:
             place[i, n] = rows[i].uid, rows[i].anchor_states[turn[0]] if is_gigpo else n
     advantages = {}
     for (i, n), x in worth.items():
-        alone = 0.0 if args.singleton == "zero" else score[i] / (1 + epsilon if by_std else 1)
+        alone = 0.0 if k.get("singleton") == "zero" else score[i] / (1 + epsilon if by_std else 1)
         episode = against(score[i], [score[j] for j in mates_of(i)], alone)
         turn = against(x, [worth[key] for key in worth if place[key] == place[i, n]], 0.0)
         if not is_gigpo and n == len(turns[i]) - 1:
@@ -233,7 +234,7 @@ def credit_for_turns(args, rows, at, mates_of, rewards) -> Numbers:
 
 def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[Numbers, Numbers]:
     """Of every --adv-estimator. at: {live row: positions}."""
-    name, kwargs = args.adv_estimator, args.adv_kwargs
+    name, kwargs = args.adv_estimator, args.adv_settings
     mates_of = lambda i: [j for j in at if rows[j].uid == rows[i].uid]  # noqa: E731
     spread = lambda values: {(i, t): values[i] for i, steps in at.items() for t in steps}  # noqa: E731
     if name.endswith("optimal_token_baseline"):
@@ -242,9 +243,9 @@ def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[N
         advantages = credit_for_turns(args, rows, at, mates_of, rewards)
         return advantages, advantages
     if name == "reinforce_plus_plus":
-        returns = rewards_to_go(at, rewards, 1.0 if kwargs.gamma is None else kwargs.gamma)
+        returns = rewards_to_go(at, rewards, kwargs.get("gamma", 1.0))
         return whitened(returns), returns
-    epsilon = kwargs.epsilon or (1e-4 if name == "grpo_batch_std" else 1e-6)
+    epsilon = kwargs.get("epsilon", 1e-4 if name == "grpo_batch_std" else 1e-6)
     scores = {i: fsum(rewards[i, t] for t in steps) for i, steps in at.items()}
 
     def relative(i: int, R: dict[int, float]) -> float:
@@ -253,13 +254,13 @@ def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[N
         group, others = [R[j] for j in mates], [R[j] for j in mates if j != i]
         if name == "maxrl":
             return (R[i] - mean(group)) / mean(group) if others and mean(group) > 0 else 0.0
-        if not others and (args.singleton == "zero" or name == "grpo_passk"):
+        if not others and (kwargs.get("singleton") == "zero" or name == "grpo_passk"):
             return 0.0
         centre = mean(group) if others else 0.0
         if name in ("grpo", "gdpo"):
             return (R[i] - centre) / ((stdev(group) if others else 1.0) + epsilon)
         if name == "grpo_passk":
-            divisor = 1.0 if kwargs.norm_adv_by_std_in_grpo is False else stdev(group) + epsilon
+            divisor = stdev(group) + epsilon if kwargs.get("norm_adv_by_std_in_grpo", True) else 1.0
             return max(R[i] - max(others), 0.0) / divisor
         if name in ("rloo", "grpo_leave_one_out"):
             centred = R[i] - (mean(others) if others else 0.0)
@@ -269,13 +270,13 @@ def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[N
             lengths = [len(at[j]) for j in mates_of(i)]
             return R[i] - fsum(n * r for n, r in zip(lengths, group)) / sum(lengths)
         if name == "gpg":
-            return (R[i] - centre) * len(R) / max(sum(r != 0 for r in R.values()), 1) / (kwargs.f_norm or 1)
+            return (R[i] - centre) * len(R) / max(sum(r != 0 for r in R.values()), 1) / kwargs.get("f_norm", 1)
         if name == "grpo_batch_std":
             return (R[i] - centre) / (stdev(R.values()) + epsilon if len(set(R.values())) > 1 else 1)
         return R[i] - centre  # dr_grpo, reinforce_plus_plus_baseline
 
     if name == "gdpo":
-        weighted = zip(args.reward_keys, kwargs.reward_weights or [1] * len(args.reward_keys))
+        weighted = zip(args.reward_keys, kwargs.get("reward_weights") or [1] * len(args.reward_keys))
         each = [(w, {i: x for i in at if (x := rows[i].components[key]) == x}) for key, w in weighted]
         terms = {i: fsum(w * relative(i, R) for w, R in each if i in R) for i in at if any(i in R for _, R in each)}
         advantages = whitened({(i, t): terms[i] for i in terms for t in at[i]})  # the others have 0
@@ -295,34 +296,35 @@ def splitmix64(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def token_masks(args, kept: list[Token], old, rollout, entropy, advantages, step: int) -> tuple[set, set, set]:
-    """-> tokens that stay, tokens whose Clip-Cov loss stays, tokens that KL-Cov penalises."""
-    m, stay, cov_keep, cov_pick = args.token_masks, set(kept), set(kept), set()
+def token_masks(args, kept: list[Token], numbers, old, rollout, entropy, advantages, step) -> tuple[set, set, set]:
+    """-> tokens that stay, tokens whose Clip-Cov loss stays, tokens that KL-Cov penalises. numbers: of the rows."""
+    m, stay, cov_keep, cov_pick = args.mask_settings, set(kept), set(kept), set()
     if not kept:
         return stay, cov_keep, cov_pick
-    if m.top_entropy is not None:
-        places = max(round(m.top_entropy * len(kept)), 1)
+    if "top_entropy" in m:
+        places = max(round(m["top_entropy"]["fraction"] * len(kept)), 1)
         stay &= {at for at in kept if sum(entropy[u] > entropy[at] for u in kept) < places}
-    if m.m2po is not None:
+    if "m2po" in m:
         moments = {at: (old[at] - rollout[at]) ** 2 for at in kept}
-        while moments and mean(moments.values()) >= m.m2po:
+        while moments and mean(moments.values()) >= m["m2po"]["threshold"]:
             largest = max(moments.values())
             moments = {at: x for at, x in moments.items() if x < largest}
         stay &= set(moments)
-    if m.off_policy_sequence is not None:
+    if "off_policy_sequence" in m:
         for i in {i for i, _ in kept}:
             row = [at for at in kept if at[0] == i]
-            if mean(rollout[at] - old[at] for at in row) > m.off_policy_sequence:
+            if mean(rollout[at] - old[at] for at in row) > m["off_policy_sequence"]["delta"]:
                 stay -= {at for at in row if advantages[at] < 0}
     a, p = (mean(x[at] for at in kept) for x in (advantages, old))
     cov = {at: (advantages[at] - a) * (old[at] - p) for at in kept}
     if args.loss == "clip_cov":
-        low, high = m.clip_cov_bounds or (1, 5)
+        low, high = m["cov_keep"].get("cov_bounds", (1, 5))
+        count = max(int(m["cov_keep"].get("cov_ratio", 2e-4) * len(kept)), 1)
         seed = (args.run.seed * 2**20 + step) * 0x9E3779B97F4A7C15
-        noise = {(i, t): splitmix64((i * 2**32 + t + seed) % 2**64) for i, t in kept if low < cov[i, t] < high}
-        cov_keep -= set(sorted(noise, key=lambda at: noise[at])[: max(int((m.clip_cov_ratio or 2e-4) * len(kept)), 1)])
+        noise = {(i, t): splitmix64((numbers[i] * 2**32 + t + seed) % 2**64) for i, t in kept if low < cov[i, t] < high}
+        cov_keep -= set(sorted(noise, key=lambda at: noise[at])[:count])
     if args.loss == "kl_cov":
-        places = max(int((m.kl_cov_ratio or 2e-4) * len(kept)), 1)
+        places = max(int(m["cov_pick"].get("cov_ratio", 2e-4) * len(kept)), 1)
         cov_pick = {at for at in kept if sum(c >= cov[at] for c in cov.values()) <= places}
     return stay, cov_keep, cov_pick
 
@@ -343,7 +345,7 @@ def ppo_clip(a: float, ratio, low: float, high: float, dual: float = math.inf) -
 
 def row_losses(args, row: list[Token], new, old, rollout, advantages, cov_keep, cov_pick) -> tuple[dict, dict]:
     """The token losses of one row, and their metrics {name: {token: number}}. new and old: tensors, A: numbers."""
-    given = {name: value for name, value in vars(args.loss_kwargs).items() if value is not None}
+    given = args.loss_settings
     clip = lambda low, high: (given.get("cliprange_low", low), given.get("cliprange_high", high))  # noqa: E731
     d = {at: new[at] - old[at].detach() for at in row}  # log ratios
     bounded = {}  # GMPO

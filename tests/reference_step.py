@@ -241,7 +241,7 @@ class Trainer:
         b.kept = b.counted = b.mask
         if getattr(args, "overlong_filtering", False):
             b.kept = b.counted = filters["overlong"] = [u for u in b.mask if not rows[u[0]].truncated]
-        if any(x is not None for x in (c.level, c.action, c.bounds, c.batch_normalize, *vars(c.reject).values())):
+        if c.reject or any(x is not None for x in (c.level, c.action, c.bounds, c.batch_normalize)):
             b.weights, b.kept, metrics = correction(c, b.old, b.rollout, b.kept)
             filters["rollout_correction"] = b.kept
         lives = {i for i, _ in b.kept}  # a row that is rejected is in no group
@@ -281,8 +281,11 @@ class Trainer:
             b.kept = filters["zero_variance"] = [u for u in b.kept if u[0] not in equal]
             b.counted = b.counted if zero_variance == "mask" else [u for u in b.counted if u[0] not in equal]
         entropy = {u: x.entropy.item() for u, x in b.start.items()}
-        stay, b.cov_keep, b.cov_pick = token_masks(args, b.kept, b.old, b.rollout, entropy, b.advantages, self.steps)
-        if args.token_masks.settings(args.loss):
+        in_order = sorted(range(len(rows)), key=lambda i: rows[i].uid)
+        numbers = {i: number for number, i in enumerate(in_order)}  # by uid, whichever rank has the row
+        selected = token_masks(args, b.kept, numbers, b.old, b.rollout, entropy, b.advantages, self.steps)
+        stay, b.cov_keep, b.cov_pick = selected
+        if args.mask_settings:
             b.kept = filters["token_masks"] = [u for u in b.kept if u in stay]
 
         before = set(range(len(rows)))

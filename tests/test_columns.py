@@ -7,7 +7,6 @@ import torch
 
 import grpo
 from lib.columns import COLUMNS, Column, page
-from lib.core_algos import ADV_TENSORS, LOSS_TENSORS, TOKEN_MASKS
 from lib.data import gather_rows
 from lib.data_proto import DataProto
 from lib.distributed import World
@@ -66,11 +65,6 @@ def test_columns_of_a_step_are_in_the_table(case, tmp_path):
         assert COLUMNS[name].dtype in (kind, "object"), name
 
 
-def test_estimators_losses_and_masks_read_columns_of_the_table():
-    masks = {name for _, read, written in TOKEN_MASKS.values() for name in (*read, written)} - {"token_mask"}
-    assert masks.union(*ADV_TENSORS.values(), *LOSS_TENSORS.values()) <= {*COLUMNS}
-
-
 def test_code_reads_columns_of_the_table():
     of_batch = re.compile(r'\b(?:batch|non_tensor_batch|micro|t)(?:\.get\(|\[)"(\w+)"')
     others = {"rank", "scores", "ratio"}  # of packing's exchange, a reward model's answers, the samples
@@ -87,7 +81,7 @@ READ = {  # what a run declares, besides the columns that are always gathered
     "--adv-estimator optimal_token_baseline": "squared_score",
     "--adv-estimator rloo --kl-coef 0.1 --kl-placement reward": "old_log_probs ref_log_prob",
     "--kl-coef 0.1": "",
-    "--rollout-correction.level token --token-masks.top-entropy 0.5": "rollout_log_probs old_log_probs entropys",
+    "--rollout-correction.level token --token-masks top_entropy=0.5": "rollout_log_probs old_log_probs entropys",
     "--loss clip_cov": "old_log_probs",
 }
 

@@ -1,7 +1,6 @@
 """The documents: each file, symbol, flag and name in them exists."""
 
 import ast
-import dataclasses
 import importlib
 import importlib.util
 import re
@@ -93,8 +92,7 @@ def choices(script: str, field: str) -> tuple:
 @pytest.mark.parametrize("doc", SCRIPT_OF)
 def test_flags_and_their_values_are_taken(doc):
     """A flag alone is one of the script's; flags with values parse, and the algorithm takes them."""
-    from lib.cli.flags import non_default
-    from lib.core_algos import check_token_masks, get_adv_estimator_fn, get_policy_loss_fn, get_rollout_correction_fn
+    from lib.core_algos import get_rollout_correction_fn
 
     for script, code in dict.fromkeys(SNIPPET.findall(text_of(doc))):
         script, words = script or SCRIPT_OF[doc], shlex.split(code)
@@ -107,11 +105,9 @@ def test_flags_and_their_values_are_taken(doc):
             args = tyro.cli(args_of(script), args=words, console_outputs=False)
         except SystemExit:
             pytest.fail(f"{doc}: {script}.py does not take {code}", pytrace=False)
-        if script in ("grpo", "dapo"):
-            get_adv_estimator_fn(args.adv_estimator, non_default(args.adv_kwargs))
-        if args.loss not in ("vanilla", "dro") or non_default(args.loss_kwargs):  # dro has no default
-            get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
-        check_token_masks(args.token_masks.settings(args.loss))
+        _ = args.adv_settings  # raises InputError for a wrong one
+        if args.loss != "dro" or args.loss_kwargs:  # dro has no default
+            _ = args.loss_settings, args.mask_settings
         if correction := args.rollout_correction.settings():
             get_rollout_correction_fn(correction)
 
@@ -177,7 +173,13 @@ def flags_of_programs() -> set[str]:
 
 
 RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
-RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in the table of docs/CHANGELOG.md
+RENAMED |= {
+    "--lam-policy",
+    "--prompt-key",
+    "--answer-key",
+    "--singleton",
+    "--reward-keys",
+}  # in the table of docs/CHANGELOG.md
 
 
 def test_flags_that_documents_name_exist():
@@ -331,7 +333,8 @@ def test_the_line_counts_of_the_readme_are_those_of_the_tree():
 
 def test_tables_of_algorithms_are_complete():
     from lib.args import settings
-    from lib.core_algos import ADV_ESTIMATORS, CRITERIA, LOSS_AGG_MODES, POLICY_LOSSES, TOKEN_MASKS
+    from lib.core_algos import LOSS_AGG_MODES
+    from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, TOKEN_MASKS
 
     tables = {
         "Advantages": ADV_ESTIMATORS,
@@ -352,15 +355,12 @@ def test_tables_of_algorithms_are_complete():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_help_lists_every_estimator_loss_and_mask(script):
-    from lib.args import TokenMaskArgs
-    from lib.core_algos import ADV_ESTIMATORS, POLICY_LOSSES, TOKEN_MASKS
+def test_the_help_lists_every_estimator_and_loss(script):
+    from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
 
     assert set(choices(script, "loss")) == set(POLICY_LOSSES)
     if script in ("grpo", "dapo"):
         assert set(choices(script, "adv_estimator")) == set(ADV_ESTIMATORS)
-    flags = [field.name for field in dataclasses.fields(TokenMaskArgs)]
-    assert [name for name in TOKEN_MASKS if not any(flag.startswith(name) for flag in flags)] == []
 
 
 # ---- templates -----------------------------------------------------------------------------------

@@ -33,11 +33,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-from lib import InputError, core_algos
+from lib import InputError
 from lib.cli.process import command_line
 from lib.cli.secrets import FORMS, redact, secret_in
 from lib.data import local_copy
 from lib.data_proto import DataProto
+from lib.declared import ADV_ESTIMATORS
 from lib.log.tracking import read_rows
 from lib.manifest import entry, why_altered, why_incomplete, write_manifest
 from lib.model import load_model, load_tokenizer
@@ -697,7 +698,8 @@ def is_of_the_recording(name: str, flags: dict) -> bool:
     """Whether the metric depends on no weight."""
     if not OF_THE_RECORDING.match(name):
         return False
-    tensors = core_algos.ADV_TENSORS.get(flags.get("adv_estimator") or "gae", ("values",))
+    estimator = ADV_ESTIMATORS.get(flags.get("adv_estimator", ""))
+    tensors = estimator.columns if estimator else ("values",)
     corrected = flags["effective"]["rollout_correction"] != "none"
     in_reward = flags.get("kl_coef") and flags.get("kl_placement") == "reward"
     return not name.startswith("advantages/") or not (tensors or corrected or in_reward)

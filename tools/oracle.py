@@ -44,6 +44,7 @@ from lib.cli.process import command_line
 from lib.columns import COLUMNS
 from lib.core_algos import at_last_token
 from lib.data_proto import DataProto
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
 
 ROOT = Path(__file__).parent.parent
 A, B, END = range(3)
@@ -256,7 +257,7 @@ class Step:
     def depends_on_others(self, batches: Batches) -> bool:
         """Whether a batch's advantages and masks would be others if more batches were passed with it, as those of an
         estimator that whitens would. A batch must then be passed alone."""
-        if self.args.token_masks.settings(self.args.loss):  # a share of the tokens of the batch
+        if self.args.mask_settings:  # a share of the tokens of the batch
             return True
         some = batches.draw(ALONE, seed=2)
         together, alone = self._with_advantages(some, False), self._with_advantages(some, True)
@@ -294,7 +295,7 @@ class Step:
         columns["token_level_scores"] = self.reward * columns["token_level_scores"]
         stale = self.args.old_log_probs == "rollout"
         columns["old_log_probs"] = columns["rollout_log_probs" if stale else "policy_log_probs"]
-        if getattr(self.args, "reward_keys", ()):
+        if self.args.reward_keys:
             columns["reward_components"] = columns["token_level_scores"].sum(1, keepdim=True)
         if "critic" not in signature(self.script.update).parameters:
             del columns["values"]
@@ -452,8 +453,8 @@ TURNS = ("gigpo", "mt_grpo", "tir_optimal_token_baseline")  # of several turns
 
 
 def _estimators() -> dict[str, str]:
-    more = {"gdpo": " --reward-keys score"}
-    rows = {x: f"--adv-estimator {x}{more.get(x, '')}" for x in get_args(names.AdvEstimator) if x not in TURNS}
+    more = {"gdpo": " --adv-kwargs reward_keys=score"}
+    rows = {x: f"--adv-estimator {x}{more.get(x, '')}" for x in ADV_ESTIMATORS if x not in TURNS}
     rows["gae, lambda 1"] = "ppo.py --kl-coef 0"
     rows["gae, lambda 0.5"] = "ppo.py --kl-coef 0 --gae-lambda 0.5"
     return rows | {"remax": "remax.py"}
@@ -466,10 +467,10 @@ def _losses() -> dict[str, str]:
         "vanilla, 0.2 and 0.28": "--clip-ratio-high 0.28" + stale,
         "vanilla, 0.1": "--clip-ratio-low 0.1 --clip-ratio-high 0.1" + stale,
     }
-    more = dict.fromkeys(get_args(names.PolicyLoss), stale)
-    more |= {"dro": " --loss-kwargs.dro-beta 0.1" + stale, "gpg": "", "decoupled": " --old-log-probs recompute"}
+    more = dict.fromkeys(POLICY_LOSSES, stale)
+    more |= {"dro": " --loss-kwargs dro_beta=0.1" + stale, "gpg": "", "decoupled": " --old-log-probs recompute"}
     rows |= {name: f"--loss {name}{flags}" for name, flags in more.items()}
-    return rows | {"reinforce, no bound": "--loss reinforce --loss-kwargs.ratio-high 1e9" + stale}
+    return rows | {"reinforce, no bound": "--loss reinforce --loss-kwargs ratio_high=1e9" + stale}
 
 
 def _corrections() -> dict[str, str]:
@@ -484,9 +485,9 @@ def _corrections() -> dict[str, str]:
         f"{CORRECTION} sequence {UNBOUNDED} --rollout-correction.batch-normalize True"
     )
     rejected = f"{CORRECTION} measure --rollout-correction.reject"
-    rows["reject rows, seq_mean_k1 0.8 to 1.25"] = f"{rejected}.seq-mean-k1 0.8 1.25"
-    rows["reject rows, seq_sum_k1 0.5 to 2"] = f"{rejected}.seq-sum-k1 0.5 2"
-    rows["reject tokens, token_k1 0.5 to 2"] = f"{rejected}.token-k1 0.5 2"
+    rows["reject rows, seq_mean_k1 0.8 to 1.25"] = f"{rejected} seq_mean_k1=0.8,1.25"
+    rows["reject rows, seq_sum_k1 0.5 to 2"] = f"{rejected} seq_sum_k1=0.5,2"
+    rows["reject tokens, token_k1 0.5 to 2"] = f"{rejected} token_k1=0.5,2"
     return rows | {"bypass, vanilla": "--old-log-probs rollout"}
 
 

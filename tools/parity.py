@@ -30,6 +30,7 @@ import grpo
 from lib import InputError, core_algos
 from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
 from lib.run.run_config import read_json
 
 MOST_BYTES = 2**32
@@ -247,14 +248,14 @@ def until_eos(responses: Tensor, eos: int) -> Tensor:
 
 def our_formulas(args: grpo.Args) -> dict[str, str]:
     """By quantity."""
-    epsilon = args.adv_kwargs.epsilon or 1e-6
+    epsilon = args.adv_settings.get("epsilon", 1e-6)
     advantages = f"A_i = (R_i - mean(R)) / (std(R) + {epsilon:g}), std with N - 1"
     if args.adv_estimator != "grpo":
-        advantages = first_sentence(core_algos.ADV_ESTIMATORS[args.adv_estimator])
+        advantages = ADV_ESTIMATORS[args.adv_estimator].summary
     low, high, c = args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c
     loss = f"max(-A rho, -A clip(rho, 1 - {low:g}, 1 + {high:g})), where A < 0 at most -A {c:g}"
     if args.loss != "vanilla":
-        loss = first_sentence(core_algos.POLICY_LOSSES[args.loss])
+        loss = POLICY_LOSSES[args.loss].summary
     if args.kl_coef:
         loss += f" + {args.kl_coef:g} {args.kl_estimator or 'k3+'} (k3 at most 10)"
     loss += f"; {AGGREGATED[args.loss_agg_mode]}"
@@ -265,11 +266,6 @@ def our_formulas(args: grpo.Args) -> dict[str, str]:
         "loss": loss,
         "gradient": f"d loss / d log pi, loss = {loss}",
     }
-
-
-def first_sentence(function: Callable) -> str:
-    """Of a kernel's docstring, which has its formula."""
-    return " ".join((function.__doc__ or "").split("\n\n")[0].split())
 
 
 # ---- theirs --------------------------------------------------------------------------------------
@@ -309,7 +305,7 @@ def of_verl(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:
         flags += ["--clip-ratio-low", f"{low}", "--clip-ratio-high", f"{high}", "--clip-ratio-c", f"{c}"]
     else:
         flags += ["--loss", mode]
-        flags += ["--loss-kwargs.cliprange-low", f"{low}", "--loss-kwargs.cliprange-high", f"{high}"] * (mode != "gpg")
+        flags += ["--loss-kwargs", f"cliprange_low={low}", f"cliprange_high={high}"] * (mode != "gpg")
     if agg == "seq-mean-token-sum-norm":
         flags += ["--loss-scale-factor", f"{s['loss_scale_factor'] or t['response_mask'].shape[1]}"]
     if s["use_kl_loss"]:
@@ -323,7 +319,7 @@ def of_trl(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:
     low, high = s["epsilon"], s["epsilon"] if s["epsilon_high"] is None else s["epsilon_high"]
     kind, sequence = s["loss_type"], s["importance_sampling_level"] == "sequence"
     estimators = {
-        "group": (["grpo", "--adv-kwargs.epsilon", "1e-4"], "A_i = (R_i - mean(R)) / (std(R) + 1e-4), std with N - 1"),
+        "group": (["grpo", "--adv-kwargs", "epsilon=1e-4"], "A_i = (R_i - mean(R)) / (std(R) + 1e-4), std with N - 1"),
         "none": (["dr_grpo"], "A_i = R_i - mean(R)"),
         "batch": (["grpo_batch_std"], "A_i = (R_i - mean(R)) / (std of all R + 1e-4)"),
     }
@@ -343,17 +339,17 @@ def of_trl(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:
     ratio = "s_i = exp(mean log rho)" if sequence else "rho"
     loss = f"-min({ratio} A, clip({ratio}, 1 - {low:g}, 1 + {high:g}) A)"
     if kind == "cispo":
-        flags += ["--loss", "cispo", "--loss-kwargs.cliprange-high", f"{high - 1}"]
+        flags += ["--loss", "cispo", "--loss-kwargs", f"cliprange_high={high - 1}"]
         loss = f"-sg(min(rho, {high:g})) A log pi"
     elif kind == "sapo":
-        flags += ["--loss", "sapo"]
-        flags += [f"--loss-kwargs.tau-{sign}={s[f'sapo_temperature_{sign}']}" for sign in ("pos", "neg")]
+        flags += ["--loss", "sapo", "--loss-kwargs"]
+        flags += [f"tau_{sign}={s[f'sapo_temperature_{sign}']}" for sign in ("pos", "neg")]
         loss = "-A 4 / tau sigmoid(tau (rho - 1))"
     elif sequence:
-        flags += ["--loss", "gspo", f"--loss-kwargs.cliprange-low={low}", f"--loss-kwargs.cliprange-high={high}"]
+        flags += ["--loss", "gspo", "--loss-kwargs", f"cliprange_low={low}", f"cliprange_high={high}"]
     elif s["delta"] is not None:
-        flags += ["--loss", "two_sided", f"--loss-kwargs.cliprange-low={low}", f"--loss-kwargs.cliprange-high={high}"]
-        flags += ["--loss-kwargs.delta", f"{s['delta']}"]
+        flags += ["--loss", "two_sided", "--loss-kwargs", f"cliprange_low={low}", f"cliprange_high={high}"]
+        flags += [f"delta={s['delta']}"]
         loss = f"-min(min(rho, {s['delta']:g}) A, clip(rho, 1 - {low:g}, 1 + {high:g}) A)"
     else:
         flags += ["--clip-ratio-low", f"{low}", "--clip-ratio-high", f"{high}", "--clip-ratio-c", UNLIMITED]
@@ -369,7 +365,7 @@ def of_trl(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:
 def of_openrlhf(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:
     """OpenRLHF 0.11: openrlhf/models/loss.py and openrlhf/trainer/ppo_utils/experience_maker.py."""
     estimators = {
-        "group_norm": (["grpo", "--adv-kwargs.epsilon", "1e-9"], "A_i = (R_i - mean(R)) / (std(R) + 1e-9)"),
+        "group_norm": (["grpo", "--adv-kwargs", "epsilon=1e-9"], "A_i = (R_i - mean(R)) / (std(R) + 1e-9)"),
         "dr_grpo": (["dr_grpo"], "A_i = R_i - mean(R)"),
         "rloo": (["rloo"], "A_i = R_i - mean of the others' R"),
     }
@@ -381,7 +377,7 @@ def of_openrlhf(s: dict[str, Any], t: dict[str, Tensor]) -> Translation:
     if kind == "vanilla":
         flags += ["--clip-ratio-low", f"{low}", "--clip-ratio-high", f"{high}", "--clip-ratio-c", f"{c or UNLIMITED}"]
     else:
-        flags += ["--loss", "gspo", f"--loss-kwargs.cliprange-low={low}", f"--loss-kwargs.cliprange-high={high}"]
+        flags += ["--loss", "gspo", "--loss-kwargs", f"cliprange_low={low}", f"cliprange_high={high}"]
     ratio = "rho" if kind == "vanilla" else "s_i"
     loss = (
         f"-min({ratio} A, clip({ratio}, 1 - {low:g}, 1 + {high:g}) A){f', where A < 0 at least {c:g} A' if c else ''}"

@@ -25,13 +25,10 @@ from lib.args.reads import Reads, check_read
 from lib.args.script import ScriptArgs
 from lib.args.settings import (
     AdvEstimator,
-    AdvKwargs,
     AggMode,
     KLEstimator,
-    LossKwargs,
     MultiTurnArgs,
     PolicyLoss,
     RolloutCorrectionArgs,
-    TokenMaskArgs,
 )
 from lib.args.sizes import Sizes, engine_rows, step_sizes, training_ranks

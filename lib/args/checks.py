@@ -15,7 +15,7 @@ from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import as_flag
 
 HUB_ANSWER_S = 5.0
-BY_STD = ("grpo_passk", "gigpo", "mt_grpo")  # unless --adv-kwargs.norm-adv-by-std-in-grpo False
+BY_STD = ("grpo_passk", "gigpo", "mt_grpo")  # unless --adv-kwargs norm_adv_by_std_in_grpo=False
 GIVE_NO_REWARD = {"calculator", "python", "zoom", "bash", "search", "mcp"}  # to a call: kinds of --multi-turn.tools
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>\w+))?")
 URL = re.compile(r"[a-z][a-z0-9+.-]*://.")  # s3://bucket/model: lib/data/remote.py copies what is there
@@ -31,6 +31,7 @@ def check_common_flags(args: ScriptArgs) -> None:
     _check_sampling(args)
     _check_agent(args)
     _check_context(args)
+    _ = args.loss_settings, args.mask_settings  # raises InputError for a wrong --loss-kwargs or --token-masks
     _check_groups(args)
     _check_kl(args)
     _check_parallel(args)
@@ -127,31 +128,34 @@ def _check_sampling(args: ScriptArgs) -> None:
 
 
 def _check_groups(args: ScriptArgs) -> None:
-    estimator, turns = args.adv_estimator, args.multi_turn
+    estimator, kwargs, turns = args.adv_estimator, args.adv_settings, args.multi_turn
     episodes = turns.enabled or args.rollout.agent
-    if args.group_size == 1 and (estimator in ("maxrl", "grpo_passk") or args.singleton == "zero"):
-        flag = "--singleton zero" if args.singleton == "zero" else f"--adv-estimator {estimator}"
+    is_zero = kwargs.get("singleton") == "zero"
+    if args.group_size == 1 and (estimator in ("maxrl", "grpo_passk") or is_zero):
+        flag = "--adv-kwargs singleton=zero" if is_zero else f"--adv-estimator {estimator}"
         raise InputError(f"{flag} with --group-size 1: every advantage is 0, and nothing trains; raise --group-size")
     if args.zero_variance == "drop_from_denominator" and args.loss_agg_mode == "token-sum":
         raise InputError("--zero-variance drop_from_denominator: --loss-agg-mode token-sum has none; use mask")
+    if "epsilon" in kwargs and kwargs.get("norm_adv_by_std_in_grpo") is False:
+        raise InputError("--adv-kwargs epsilon has no effect with norm_adv_by_std_in_grpo=False: drop it")
     if estimator in ("gigpo", "mt_grpo"):
         _check_turns(args)
     if estimator != "gdpo":
         return
     if not args.reward_keys:
-        raise InputError("--adv-estimator gdpo weighs --reward-keys: name them")
+        raise InputError("--adv-estimator gdpo weighs several rewards: name them, --adv-kwargs reward_keys=a,b")
     if twice := [key for key in args.reward_keys if args.reward_keys.count(key) > 1]:
-        raise InputError(f"--reward-keys names {twice[0]} twice: weigh it by --adv-kwargs.reward-weights")
+        raise InputError(f"--adv-kwargs reward_keys names {twice[0]} twice: weigh it by reward_weights")
     ignored = {
         "--kl-placement loss": args.kl_coef > 0 and args.kl_placement == "reward",
         "--overlong-buffer 0": args.overlong_buffer > 0,
         "--multi-turn.reward-coef 0": episodes and turns.reward_coef,
-        "--reward-keys ... reward_model": args.reward.reward_model and "reward_model" not in args.reward_keys,
+        "reward_keys=...,reward_model": args.reward.reward_model and "reward_model" not in args.reward_keys,
     }
     if needed := [flag for flag, is_ignored in ignored.items() if is_ignored]:
-        raise InputError(f"--adv-estimator gdpo weighs --reward-keys and ignores all other rewards: {needed[0]}")
-    if 0 in (args.adv_kwargs.reward_weights or ()):
-        raise InputError("--adv-kwargs.reward-weights 0: this reward trains nothing: drop it from --reward-keys")
+        raise InputError(f"--adv-estimator gdpo weighs its reward_keys and ignores all other rewards: {needed[0]}")
+    if 0 in kwargs.get("reward_weights", ()):
+        raise InputError("--adv-kwargs reward_weights: a reward of weight 0 trains nothing: drop it from reward_keys")
 
 
 def _check_turns(args: ScriptArgs) -> None:
@@ -177,7 +181,7 @@ def _check_kl(args: ScriptArgs) -> None:
     in_reward, estimator = args.kl_placement == "reward", args.adv_estimator
     if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
         raise InputError(f"--kl-horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
-    by_std = estimator in BY_STD and args.adv_kwargs.norm_adv_by_std_in_grpo is not False
+    by_std = estimator in BY_STD and args.adv_settings.get("norm_adv_by_std_in_grpo", True)
     if args.kl_coef > 0 and in_reward and (by_std or estimator in ("grpo", "grpo_leave_one_out", "maxrl")):
         why = (
             "it divides by the deviation or mean of a group's rewards, and with equal scores these are of the KL alone"

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from lib import InputError
 from lib.args.script import ScriptArgs
 from lib.cli.flags import OnResume, as_flag, walk
+from lib.columns import COLUMNS
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, TOKEN_MASKS, masks_of, read_words, settings_of_loss
 
 
 class Row(NamedTuple):
@@ -29,19 +31,30 @@ FACTS = {  # what no flag says alone
     "ratio": "a second update a step",
 }
 NOTED = {"val_only": False, "replay": "", "ratio": True}  # what leaves out a part of any run, as it is in a whole one
-ON_AT_ZERO = {"token_masks.off_policy_sequence"}  # a threshold, or None
 NEVER_IDLE = {"vllm_kwargs", "reward_timeout", "reward_memory", "profile_memory"}  # an error, whatever a resume does
 OF_THE_PASS = ("entropys", "squared_score", "rollout_log_probs", "routed_experts")
-OTB = "squared_score rollout_is_weights"
 DRIFT = "rollout_log_probs old_log_probs"
-COVARIANCE = "old_log_probs advantages"
 WEIGHTS = "rollout_correction.action rollout_correction.bounds"
-CLIP = "loss_kwargs.cliprange_low loss_kwargs.cliprange_high"
-DPPO = "loss_kwargs.delta_low loss_kwargs.delta_high loss_kwargs.ratio_high"
-BY_STD = "grpo_passk|gigpo|mt_grpo"
 LIMITS = "max_turns max_turn_tokens max_tool_output truncate tool_timeout episode_timeout reward_coef"
 
-TABLE = (
+
+def _declared_rows() -> Iterator[Row]:
+    """Of each estimator, loss and token mask, by what lib/core_algos declares."""
+    for name, estimator in ADV_ESTIMATORS.items():
+        yield Row(f"adv_estimator {name}", "adv_kwargs" if estimator.settings else "", " ".join(estimator.columns))
+    for name, loss in POLICY_LOSSES.items():
+        of_masks = [column for mask in masks_of(name).values() for column in mask.columns]
+        update = ("old_log_probs", *loss.columns) if loss.columns else ()
+        flags = "loss_kwargs" if settings_of_loss(name) else ""
+        yield Row(f"loss {name}", flags, " ".join(of_masks), " ".join(update))
+    for name, mask in TOKEN_MASKS.items():
+        if name not in COLUMNS:
+            flags = "old_log_probs" if "old_log_probs" in mask.columns else ""
+            yield Row(f"token_masks {name}", flags, " ".join(mask.columns))
+
+
+DECLARED = (*_declared_rows(),)
+TABLE: tuple[Row, ...] = (
     Row("", "run_name output_dir config seed dry_run memory_check resume record replay stage_timeout track"),
     Row("", "model compute_dtype attn_implementation trust_remote_code lora_rank padding_free"),
     Row("", "compile use_liger_kernel"),
@@ -58,8 +71,8 @@ TABLE = (
     Row("no val_only", "gradient_checkpointing routing_replay save_every save_rollouts export_model"),
     Row("no val_only", "stop_when keep_best"),
     Row("no val_only", "adv_estimator loss loss_agg_mode entropy_coef entropy_target kl_coef"),
-    Row("no val_only", "rollout_correction.level rollout_correction.reject.* overlong_buffer overlong_filtering"),
-    Row("no val_only", "token_masks.top_entropy token_masks.m2po token_masks.off_policy_sequence"),
+    Row("no val_only", "rollout_correction.level rollout_correction.reject overlong_buffer overlong_filtering"),
+    Row("no val_only", "token_masks"),
     Row("no val_only", "gamma gae_lambda gae_lambda_policy length_adaptive_alpha"),
     Row("no val_only", "critic_model critic_lr critic_warmup_steps cliprange_value"),
     # the run
@@ -99,39 +112,14 @@ TABLE = (
     Row("val_only or val_before_train or val_every", "val_max_response_length max_val_samples"),
     Row("val_temperature", "val_top_p val_top_k"),
     # advantages
-    Row("adv_estimator grpo|grpo_leave_one_out|grpo_batch_std", "singleton adv_kwargs.epsilon"),
-    Row("adv_estimator dr_grpo|rloo|opo|reinforce_plus_plus_baseline", "singleton"),
-    Row(f"adv_estimator {BY_STD}", "adv_kwargs.norm_adv_by_std_in_grpo"),
-    Row(f"adv_estimator {BY_STD} and no adv_kwargs.norm_adv_by_std_in_grpo False", "adv_kwargs.epsilon"),
-    Row("adv_estimator gigpo|mt_grpo", "singleton adv_kwargs.turn_coef", "turn_numbers"),
-    Row("adv_estimator gigpo", "adv_kwargs.gamma", "anchor_states"),
-    Row("adv_estimator gpg", "singleton adv_kwargs.f_norm"),
-    Row("adv_estimator maxrl", ""),
-    Row("adv_estimator reinforce_plus_plus", "adv_kwargs.gamma"),
-    Row("adv_estimator gdpo", "singleton reward_keys adv_kwargs.reward_weights", "reward_components"),
-    Row("adv_estimator optimal_token_baseline|tir_optimal_token_baseline", "singleton", OTB),
     Row("no group_size 1 and no val_only or zero_variance keep", "zero_variance"),
     Row("zero_variance refill", "max_gen_batches"),
     Row("no rollout_correction.level measure and no val_only", f"{WEIGHTS} rollout_correction.batch_normalize"),
     Row("routing_replay R2", "old_log_probs", update="old_log_probs routed_experts"),
     Row("correction", "old_log_probs", DRIFT),
-    Row("token_masks.top_entropy", "", "entropys"),
-    Row("token_masks.m2po", "old_log_probs", DRIFT),
-    Row("token_masks.off_policy_sequence", "old_log_probs", f"{DRIFT} advantages"),
     # losses
     Row("no loss gpg and no val_only", "old_log_probs"),
     Row("loss vanilla and ratio", "clip_ratio_low clip_ratio_high clip_ratio_c"),
-    Row("loss cispo|gspo|geo_mean|two_sided|decoupled|clip_cov and ratio", CLIP),
-    Row("loss two_sided and ratio", "loss_kwargs.delta"),
-    Row("loss decoupled", "loss_kwargs.cap", update=DRIFT),
-    Row("loss clip_cov", "token_masks.clip_cov_*", COVARIANCE, "old_log_probs cov_keep"),
-    Row("loss kl_cov", "", COVARIANCE, "old_log_probs cov_pick"),
-    Row("loss kl_cov and ratio", "token_masks.kl_cov_ratio loss_kwargs.kl_coef"),
-    Row("loss dppo_tv|dppo_kl and ratio", DPPO),
-    Row("loss reinforce and ratio", "loss_kwargs.ratio_high"),
-    Row("loss sapo", "loss_kwargs.tau_pos loss_kwargs.tau_neg"),
-    Row("loss dro and ratio", "loss_kwargs.dro_beta"),
-    Row("loss gpg", ""),
     Row("loss_agg_mode seq-mean-token-sum-norm", "loss_scale_factor"),
     # KL
     Row("kl_coef", "kl_estimator kl_placement"),
@@ -139,6 +127,7 @@ TABLE = (
     Row("kl_estimator *_unbiased", "old_log_probs"),
     Row("kl_placement reward", "kl_target old_log_probs", "old_log_probs ref_log_prob"),
     Row("kl_target", "kl_horizon"),
+    *DECLARED,
 )  # fmt: skip
 
 
@@ -172,10 +161,11 @@ class Reads:
 
     def _has(self, name: str, patterns: list[str]) -> bool:
         value = self._values.get(name)  # None: not a flag of this script
-        text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         if patterns:
-            return any(fnmatchcase(text, pattern) for pattern in patterns)
-        return (any(value) if isinstance(value, tuple) else bool(value)) or (name in ON_AT_ZERO and value is not None)
+            words = value if isinstance(value, tuple) else [value]
+            texts = [str(word).partition("=")[0] for word in words]  # of NAME=VALUE the name
+            return any(fnmatchcase(text, pattern) for text in texts for pattern in patterns)
+        return any(value) if isinstance(value, tuple) else bool(value)
 
     def columns(self) -> tuple[set[str], set[str]]:
         """The columns that `add_advantages` and `update` read."""
@@ -242,4 +232,8 @@ def check_read(args: ScriptArgs, **facts: Any) -> None:
         if changes_results and not noted:
             raise InputError(f"{as_flag(name)} has no effect {why}: drop it")
         notes.setdefault(why, []).append(as_flag(name))
-    args.no_effect = tuple(f"{', '.join(flags)} ({why})" for why, flags in notes.items())
+    if args.loss_kwargs and run.reads("loss_kwargs") and not run.holds("ratio"):
+        settings = settings_of_loss(args.loss)
+        given = [name for name in read_words("--loss-kwargs", args.loss_kwargs) if settings[name].of_ratio]
+        notes.setdefault(f"without {FACTS['ratio']}", []).extend(f"--loss-kwargs {name}" for name in given)
+    args.no_effect = tuple(f"{', '.join(flags)} ({why})" for why, flags in notes.items() if flags)

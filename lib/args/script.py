@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from lib.args import groups, settings
 from lib.cli.flags import Preset
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, masks_of, parsed, read_masks, read_words, settings_of_loss
 
 
 class ScriptArgs:
@@ -39,13 +40,13 @@ class ScriptArgs:
     update_epochs: int
 
     loss: settings.PolicyLoss
-    loss_kwargs: settings.LossKwargs
+    loss_kwargs: tuple[str, ...]
     clip_ratio_low: float
     clip_ratio_high: float
     clip_ratio_c: float
     loss_agg_mode: settings.AggMode
     loss_scale_factor: float | None
-    token_masks: settings.TokenMaskArgs
+    token_masks: tuple[str, ...]
     entropy_coef: float
     entropy_target: float | None
     old_log_probs: Literal["auto", "recompute", "rollout"]
@@ -69,12 +70,40 @@ class ScriptArgs:
         default = 1e-5 if self.model.lora_rank else 1e-6
         return default if self.optimizer.lr is None else self.optimizer.lr
 
+    @property
+    def adv_settings(self) -> dict[str, Any]:
+        """The hyper-parameters in --adv-kwargs."""
+        if not self.adv_kwargs:
+            return {}
+        estimator = ADV_ESTIMATORS[self.adv_estimator]
+        return parsed(estimator.choice, read_words("--adv-kwargs", self.adv_kwargs), estimator.settings)
+
+    @property
+    def reward_keys(self) -> tuple[str, ...]:
+        return self.adv_settings.get("reward_keys", ())
+
+    @property
+    def loss_settings(self) -> dict[str, Any]:
+        """The hyper-parameters in --loss-kwargs, without those of token masks."""
+        return {name: value for name, value in self._loss_kwargs.items() if name in POLICY_LOSSES[self.loss].settings}
+
+    @property
+    def mask_settings(self) -> dict[str, dict[str, Any]]:
+        """{token mask: its hyper-parameters} of --token-masks, and of the masks that the loss reads as columns."""
+        masks = read_masks(self.token_masks)
+        for name, mask in masks_of(self.loss).items():
+            masks[name] = {key: value for key, value in self._loss_kwargs.items() if key in mask.settings}
+        return masks
+
+    @property
+    def _loss_kwargs(self) -> dict[str, Any]:
+        texts = read_words("--loss-kwargs", self.loss_kwargs)
+        return parsed(f"--loss {self.loss}", texts, settings_of_loss(self.loss))
+
     # flags of some scripts only; in a class that is no dataclass they are not flags of the others
     adv_estimator = ""
-    adv_kwargs = settings.AdvKwargs()
-    singleton = "raw"
+    adv_kwargs: tuple[str, ...] = ()
     zero_variance = "keep"
-    reward_keys: tuple[str, ...] = ()
     overlong_buffer = 0
     max_gen_batches = 0  # DAPO's: it scores between rollouts
     critic_model: str | None = None

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import MISSING, asdict, astuple, dataclass, fields, is_dataclass
+from dataclasses import MISSING, astuple, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
@@ -51,6 +51,8 @@ RENAMED = {  # keys of older configs whose new name is not the most similar one
     "replicas": "dp_replicate_size",
     "lam": "gae_lambda",
     "answer_key": "columns",
+    "singleton": "adv_kwargs",
+    "reward_keys": "adv_kwargs",
 }
 OF_PEERS = {  # page of docs/: {name there: flag here that says it, or begins to}
     "coming_from_trl.md": {
@@ -58,10 +60,10 @@ OF_PEERS = {  # page of docs/: {name there: flag here that says it, or begins to
         "per_device_train_batch_size": "micro_batch_tokens", "gradient_accumulation_steps": "num_mini_batches",
         "steps_per_generation": "num_mini_batches", "max_completion_length": "max_response_length",
         "learning_rate": "lr", "lr_scheduler_type": "lr_schedule", "adam_beta2": "adam_betas", "beta": "kl_coef",
-        "epsilon": "clip_ratio_low", "epsilon_high": "clip_ratio_high", "delta": "loss_kwargs.delta",
+        "epsilon": "clip_ratio_low", "epsilon_high": "clip_ratio_high", "delta": "loss_kwargs",
         "loss_type": "loss_agg_mode", "scale_rewards": "adv_estimator", "importance_sampling_level": "loss",
-        "top_entropy_quantile": "token_masks.top_entropy", "mask_truncated_completions": "overlong_filtering",
-        "off_policy_mask_threshold": "token_masks.off_policy_sequence", "reward_funcs": "reward",
+        "top_entropy_quantile": "token_masks", "mask_truncated_completions": "overlong_filtering",
+        "off_policy_mask_threshold": "token_masks", "reward_funcs": "reward",
         "use_vllm": "rollout_engine", "vllm_mode": "rollout_engine", "vllm_server_base_url": "rollout_engine",
         "vllm_gpu_memory_utilization": "gpu_memory_utilization", "environment_factory": "multi_turn.interaction",
         "vllm_tensor_parallel_size": "rollout_tensor_parallel_size", "bf16": "compute_dtype",
@@ -228,6 +230,8 @@ def _meant(name: str, flags: Collection[str]) -> tuple[list[str], str]:
             return [flag], f" docs/{page} has the names"
     if same := [as_flag(end) for end in ends[1:] if as_flag(end) in flags]:  # verl's data.train_files
         return same, ""
+    if (whole := as_flag(".".join(parts[:-1]))) in flags:  # a word NAME=VALUE, typed as a flag of its own
+        return [whole], ""
     wanted = as_flag(RENAMED.get(key, key))
     settings = [flag for flag in flags if flag.startswith(f"{wanted}.")]
     return settings or difflib.get_close_matches(wanted, flags, 1), ""
@@ -438,11 +442,6 @@ def changed_flags(args: DataclassInstance) -> dict[str, list]:
     defaults = {name: value for name, value, _ in walk(type(args)(**required)) if name not in required}
     changed = {name: value for name, value, _ in walk(args) if name not in defaults or value != defaults[name]}
     return {name: [value, defaults[name]] if name in defaults else [value] for name, value in changed.items()}
-
-
-def non_default(settings: DataclassInstance) -> dict[str, Any]:
-    """The settings that are not None, as keyword arguments."""
-    return asdict(settings, dict_factory=lambda pairs: {k: v for k, v in pairs if v is not None and v != {}})
 
 
 def check_flags(args: Any) -> None:

@@ -1,6 +1,7 @@
 """The mathematics of a step: advantages, policy losses, loss aggregation, KL, entropy.
 
-Pure functions on tensors and numbers, never `args`. One function per paper. Two calling conventions:
+Pure functions on tensors and numbers, never `args`. One function per paper. Two calling conventions; lib/declared.py
+reads names, columns and hyper-parameters from the signatures:
 
     estimator(token_level_rewards, response_mask, index, *, ...)         -> advantages (B, T), returns (B, T)
     policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
@@ -12,8 +13,6 @@ counts in no group and in no denominator. A mask is 0/1 of any dtype and has exa
 """
 
 from lib.core_algos.advantages import (
-    ADV_ESTIMATORS,
-    ADV_TENSORS,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
     compute_overlong_penalty,
@@ -35,8 +34,6 @@ from lib.core_algos.kl import (
 from lib.core_algos.masks import LossMasks
 from lib.core_algos.noise import splitmix64
 from lib.core_algos.policy_losses import (
-    LOSS_TENSORS,
-    POLICY_LOSSES,
     compute_policy_loss,
     get_policy_loss_fn,
     named_policy_loss,
@@ -53,5 +50,5 @@ from lib.core_algos.reductions import (
     masked_whiten,
     zero_variance_rows,
 )
-from lib.core_algos.rollout_correction import CRITERIA, compute_rollout_correction, get_rollout_correction_fn
-from lib.core_algos.token_masks import TOKEN_MASKS, check_token_masks, compute_token_masks
+from lib.core_algos.rollout_correction import compute_rollout_correction, get_rollout_correction_fn
+from lib.core_algos.token_masks import compute_token_masks

@@ -1,16 +1,15 @@
 """Advantage estimators and the critic's loss.
 
-The tensors are the *global* batch: the script gathers them over ranks first. Groups must be whole. Batch statistics
-(whitening, batch std, gpg's α) are taken over the rows that are passed.
+The tensors are the *global* batch, which the script gathers over ranks. Groups are whole.
 
-- Values at masked positions do not count, even if they are NaN; this holds for rewards too. Results are 0 there.
+- Values at masked positions do not count, even if they are NaN. Results are 0 there.
 - A dead row (no valid token) is in no group, count or statistic; the other rows' results are bit-equal without it.
-- R_i = Σ_t r·m. A group with one live row has no baseline: `singleton` "raw" is verl's value, baseline 0, so A = R
-  unless said otherwise; "zero" is A = 0 (before whitening, where there is one).
-- A batch with only one valid token cannot be whitened. It is left as it is, so that the run goes on.
+- R_i = Σ_t r·m. A group with one live row has no baseline: with `singleton` "raw" A = R unless said otherwise, as in
+  verl; with "zero" A = 0 (before whitening, where there is one).
+- A batch with only one valid token is not whitened.
 
-Estimators return advantages (B, T) and returns (B, T); an outcome estimator returns one tensor twice. Only the value
-loss is differentiated. Statistics are in float64; results have the dtype of the rewards, float32 at least.
+Estimators return advantages (B, T) and returns (B, T), an outcome estimator one tensor twice. Statistics are in
+float64; results have the dtype of the rewards, float32 at least.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,9 +29,9 @@ from lib.core_algos.reductions import (
     masked_sum,
     masked_whiten,
 )
-from lib.core_algos.settings import ByName, _bind, _lookup, _tensors
+from lib.declared import ADV_ESTIMATORS, named
 
-Pair = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
+Advantages = tuple[Tensor, Tensor]  # advantages (B, T), returns (B, T)
 
 
 def _whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -52,8 +51,7 @@ def compute_overlong_penalty(
     """DAPO's soft overlong punishment, arXiv 2503.14476 eq. 13, to be added to the rewards.
 
     min(0, −(len − (max_response_length − overlong_buffer)) / overlong_buffer · penalty_factor) on a live row's last
-    valid token, 0 elsewhere (B, T) float32. len is that token's position, so tool output before it counts. Lengths are
-    in tokens. Raises InputError unless 0 < overlong_buffer <= max_response_length."""
+    valid token, 0 elsewhere (B, T). len is that token's position, so tool output before it counts."""
     if not 0 < overlong_buffer <= max_response_length:
         raise InputError(
             f"overlong_buffer must be in 1..max_response_length = {max_response_length}, not {overlong_buffer}"
@@ -71,12 +69,11 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
     singleton: str = "raw",
-) -> Pair:
+) -> Advantages:
     """GRPO, arXiv 2402.03300: A_i = (R_i − mean_g) / (std_g + epsilon) on every valid token of row i; std with N − 1.
 
     `norm_adv_by_std_in_grpo=False` is Dr. GRPO, arXiv 2503.20783: A_i = R_i − mean_g.
-    token_level_rewards, response_mask (B, T); index (B,): rows of equal id are one group. Equal rewards give exactly 0.
-    Beware of singleton "raw" if rows can be dead: a group's only live row has its bare reward as advantage."""
+    token_level_rewards, response_mask (B, T); index (B,): rows of equal id are one group. Equal rewards give 0."""
     scores = masked_sum(token_level_rewards.double(), response_mask, dim=-1)  # (B,)
     advantages = scores - group_mean(scores, response_mask, index, singleton)
     if norm_adv_by_std_in_grpo:
@@ -89,9 +86,8 @@ def compute_grpo_outcome_advantage(
 def _gae(rewards: Tensor, values: Tensor | None, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
     """A_t = δ_t + γλ·A', δ_t = r_t + γ·V' − V_t (B, T) in float64, 0 at masked positions; `lam` a number or (B,).
 
-    A' and V' are those of the next *valid* token, as if the tool output between them were not there.
-    With values None (0) and λ = 1 this is the discounted reward to go. It runs on the CPU, where a column of tokens
-    costs no eight kernel launches."""
+    A' and V' belong to the next *valid* token. With values None (0) and λ = 1 this is the discounted reward to go. It
+    runs on the CPU, where a column of tokens costs no kernel launches."""
     device, valid = rewards.device, mask.bool().cpu()
     values = torch.zeros_like(rewards) if values is None else values
     rewards, values = (_keep(x, mask).double().cpu() for x in (rewards, values))
@@ -114,7 +110,7 @@ def compute_gae_advantage_return(
     gamma: float,
     lam: float,
     lam_policy: float | Tensor | None = None,
-) -> Pair:
+) -> Advantages:
     """GAE, arXiv 1506.02438: A_t = Σ_k (γλ)^k·δ_{t+k}, δ_t = r_t + γV_{t+1} − V_t; returns = A + V. A is then whitened.
 
     All (B, T). t counts valid tokens, so tool output changes nothing. `lam_policy` gives VAPO's decoupled GAE, arXiv
@@ -138,8 +134,8 @@ def compute_value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's critic: L = ½·max((v − R)², (clip(v, V ± cliprange_value) − R)²), v = vpreds, V = values before the update.
 
-    All (B, T). A cliprange_value of math.inf turns the clip off. Only vpreds is differentiated. Returns losses (B, T)
-    for `agg_loss`, 0 at masked positions, and a detached (B, T) metric: critic/vf_clipfrac, where the clip decides."""
+    All (B, T). math.inf turns the clip off. Only vpreds is differentiated. Returns losses for `agg_loss`, 0 at masked
+    positions, and a detached metric: critic/vf_clipfrac, where the clip decides."""
     if not cliprange_value > 0:
         raise InputError(f"cliprange_value must be > 0, not {cliprange_value}")
     vpreds = _keep(vpreds, response_mask)
@@ -162,7 +158,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 @torch.no_grad()
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
-) -> Pair:
+) -> Advantages:
     """ReMax, arXiv 2310.10505: A_t = Σ_{k≥t} r_k − b_i, b (B,) the reward of one greedy response to the same prompt."""
     if reward_baselines.shape != response_mask.shape[:1]:
         raise ValueError(f"reward_baselines must be one number a row, not {tuple(reward_baselines.shape)}")
@@ -170,41 +166,16 @@ def compute_remax_outcome_advantage(
     return _rewards_dtype(token_level_rewards, _keep(returns - reward_baselines[:, None], response_mask), returns)
 
 
-# estimator(token_level_rewards, response_mask, index, **tensors, **settings); singleton is a setting of all of them
-_ESTIMATORS = {
-    "grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=True),
-    "dr_grpo": partial(compute_grpo_outcome_advantage, norm_adv_by_std_in_grpo=False),
-    "grpo_passk": "outcomes.compute_grpo_passk_outcome_advantage",
-    "grpo_leave_one_out": "outcomes.compute_grpo_leave_one_out_outcome_advantage",
-    "grpo_batch_std": "outcomes.compute_grpo_batch_std_outcome_advantage",
-    "rloo": "outcomes.compute_rloo_outcome_advantage",
-    "opo": "outcomes.compute_opo_outcome_advantage",
-    "gpg": "outcomes.compute_gpg_outcome_advantage",
-    "maxrl": "outcomes.compute_maxrl_outcome_advantage",
-    "gdpo": "outcomes.compute_gdpo_outcome_advantage",
-    "optimal_token_baseline": "token_baselines.compute_optimal_token_baseline_advantage",
-    "tir_optimal_token_baseline": "token_baselines.compute_multi_turn_optimal_token_baseline_advantage",
-    "gigpo": "turns.compute_gigpo_advantage",
-    "mt_grpo": "turns.compute_mt_grpo_advantage",
-    "reinforce_plus_plus": "outcomes.compute_reinforce_plus_plus_outcome_advantage",
-    "reinforce_plus_plus_baseline": "outcomes.compute_reinforce_plus_plus_baseline_outcome_advantage",
-}
-ADV_ESTIMATORS: Mapping[str, Callable[..., Pair]] = ByName(_ESTIMATORS)
-
-# {name: columns that it takes by keyword}; rollout_is_weights only if a correction has weights
-ADV_TENSORS = ByName(_ESTIMATORS, lambda estimator: _tensors(estimator, 3))
+def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Advantages]:
+    """The estimator of that name with these hyper-parameters: estimator(token_level_rewards, response_mask, index,
+    **the columns that it declares). Raises InputError for an unknown estimator; it lists the names."""
+    return partial(named(ADV_ESTIMATORS, name).load(), **settings or {})
 
 
-def get_adv_estimator_fn(name: str, settings: Mapping | None = None) -> Callable[..., Pair]:
-    """The estimator of that name with these settings bound: estimator(token_level_rewards, response_mask, index,
-    **tensors of ADV_TENSORS).
-
-    Raises InputError for an unknown estimator (it lists the names) or a bad setting."""
-    estimator = _lookup("advantage estimator", ADV_ESTIMATORS, name)
-    return _bind(f"advantage estimator {name!r}", estimator, settings or {}, 3, ADV_TENSORS[name])
-
-
-def estimate_advantages(name: str, settings: Mapping, rewards, response_mask, tensors: Mapping[str, Tensor]) -> Pair:
-    """(advantages, returns) (B, T) by the estimator of that name. tensors: `group` (B,), and those that it needs."""
-    others = {key: tensors[key] for key in ADV_TENSORS[name] if key in tensors}
-    return get_adv_estimator_fn(name, settings)(rewards, response_mask, tensors["group"], **others)
+def estimate_advantages(
+    name: str, settings: Mapping, rewards: Tensor, response_mask: Tensor, tensors: Mapping[str, Tensor]
+) -> Advantages:
+    """(advantages, returns) (B, T) by the estimator of that name. tensors: `group` (B,), and the columns that it
+    declares; rollout_is_weights only if a correction has weights."""
+    columns = {column: tensors[column] for column in ADV_ESTIMATORS[name].columns if column in tensors}
+    return get_adv_estimator_fn(name, settings)(rewards, response_mask, tensors["group"], **columns)

@@ -2,24 +2,23 @@
 
     policy_loss(old_log_prob, log_prob, advantages, response_mask, *, ...) -> losses (B, T), {metric: (B, T)}
 
-Tensors are (B, T). Losses and their gradients are 0 at masked positions, whatever is there. Only log_prob is
-differentiated; metrics are detached; `agg_loss` divides by global counts. A loss may look along its own row (a response
-is never split) but never across rows, so no micro-batch split changes it. A choice that compares tokens of different
-rows, such as a quantile, is a mask. `compute_token_masks` makes it, without gradient, from the step's batch, gathered
-over the ranks; then it is cut into micro-batches like every other key. A mask multiplies losses; denominators do not
-change.
+Tensors are (B, T). Losses and gradients are 0 at masked positions, whatever is there. Only log_prob is differentiated.
+`agg_loss` divides by global counts. A loss may look along its own row, which is never split, but not across rows: so no
+micro-batch split changes it. What compares rows, such as a quantile, is a mask of token_masks.py.
 
 ρ = exp(log_prob − old_log_prob), log ratio clamped to ±20; A = advantage; sg = stop-gradient; N = number of tokens.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lib import InputError
 from lib.core_algos.reductions import _keep
-from lib.core_algos.settings import ByName, _bind, _lookup, _tensors
+from lib.declared import POLICY_LOSSES, AboveOne, Clip, named
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 
@@ -48,16 +47,22 @@ def _ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tup
 
 
 def compute_policy_loss(
-    old_log_prob, log_prob, advantages, response_mask, *, cliprange_low=0.2, cliprange_high=0.2, clip_ratio_c=3.0
+    old_log_prob,
+    log_prob,
+    advantages,
+    response_mask,
+    *,
+    cliprange_low: Clip = 0.2,
+    cliprange_high: Clip = 0.2,
+    clip_ratio_c: AboveOne = 3.0,
 ) -> Loss:
     """PPO, arXiv 1707.06347 eq. 7: L = max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)), ρ = exp(log_prob − old_log_prob).
 
     low != high is DAPO's clip-higher, arXiv 2503.14476. Dual clip, arXiv 1912.09729: where A < 0, L <= −A·c (c > 1;
     math.inf turns it off).
 
-    Metrics, to be averaged over the valid tokens of the global mini-batch: pg_clipfrac (clipped by PPO),
-    pg_clipfrac_lower (by the dual clip), ppo_kl (KL(old ‖ new)). verl returns the aggregated scalar. But scalars of
-    uneven micro-batches or ranks do not add up to the loss of the mini-batch, so here the script calls `agg_loss`."""
+    Metrics, to be averaged over valid tokens: pg_clipfrac (clipped by PPO), pg_clipfrac_lower (by the dual clip),
+    ppo_kl (KL(old ‖ new)). verl returns the aggregated scalar; here the script calls `agg_loss`, with global counts."""
     if not clip_ratio_c > 1:
         raise InputError(f"clip_ratio_c bounds the ratio from above where A < 0 and must be > 1, not {clip_ratio_c}")
     _, log_ratio, advantages = _prepare(old_log_prob, log_prob, advantages, response_mask)
@@ -66,39 +71,14 @@ def compute_policy_loss(
     return torch.minimum(losses, bound), _metrics(log_ratio, clipped, pg_clipfrac_lower=losses > bound)
 
 
-_LOSSES = {
-    "vanilla": compute_policy_loss,
-    "gpg": "losses.gpg",
-    "reinforce": "losses.reinforce",
-    "cispo": "losses.cispo",
-    "gspo": "losses.gspo",
-    "geo_mean": "losses.geo_mean",
-    "sapo": "losses.sapo",
-    "dppo_tv": "losses.dppo_tv",
-    "dppo_kl": "losses.dppo_kl",
-    "dro": "losses.dro",
-    "two_sided": "losses.two_sided",
-    "decoupled": "losses.decoupled",
-    "clip_cov": "losses.clip_cov",
-    "kl_cov": "losses.kl_cov",
-}
-POLICY_LOSSES: Mapping[str, Callable[..., Loss]] = ByName(_LOSSES)
-
-LOSS_TENSORS = ByName(_LOSSES, lambda loss: _tensors(loss, 4))  # columns that it takes by keyword
+def get_policy_loss_fn(name: str, settings: Mapping[str, Any]) -> Callable[..., Loss]:
+    """The loss of that name with these hyper-parameters: policy_loss(old_log_prob, log_prob, advantages, response_mask,
+    **the columns that it declares). Raises InputError for an unknown loss; it lists the names."""
+    return partial(named(POLICY_LOSSES, name).load(), **settings)
 
 
-def get_policy_loss_fn(name: str, settings: Mapping[str, float]) -> Callable[..., Loss]:
-    """The loss of that name with these hyper-parameters bound: policy_loss(old_log_prob, log_prob, advantages,
-    response_mask, **tensors of LOSS_TENSORS).
-
-    Raises InputError for an unknown loss (it lists the names), an unknown hyper-parameter, or a missing one that has no
-    default."""
-    loss = _lookup("policy loss", POLICY_LOSSES, name)
-    return _bind(f"policy loss {name!r}", loss, settings, 4, LOSS_TENSORS[name])
-
-
-def named_policy_loss(name: str, settings: Mapping, old_log_prob, log_prob, tensors: Mapping[str, Tensor]) -> Loss:
-    """The policy loss of that name on a micro-batch's tensors (b, T). Raises InputError as get_policy_loss_fn does."""
-    others = {key: tensors[key] for key in LOSS_TENSORS[name]}
+def named_policy_loss(name: str, settings: Mapping, old_log_prob, log_prob, tensors: Mapping[str, Tensor]) -> tuple:
+    """The policy loss of that name on a micro-batch's tensors (b, T)."""
+    columns = {column: tensors[column] for column in POLICY_LOSSES[name].columns}
     loss = get_policy_loss_fn(name, settings)
-    return loss(old_log_prob, log_prob, tensors["advantages"], tensors["response_mask"], **others)
+    return loss(old_log_prob, log_prob, tensors["advantages"], tensors["response_mask"], **columns)

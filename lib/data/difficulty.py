@@ -22,7 +22,7 @@ class Difficulty:
         self.alike = np.zeros(num_rows, dtype=int)  # groups in a row whose scores were equal
 
     def record_scores(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
-        """rows, scores: of each response of this rank; several scores (those of --reward-keys) are compared one by one.
+        """rows, scores: of each response of this rank; several scores (of gdpo) are compared one by one.
         A row with one response tells nothing. A collective."""
         of_row: dict[int, list[list[float]]] = defaultdict(list)
         for row, score in all_gather_lists(list(zip(rows, scores, strict=True))):

@@ -112,7 +112,9 @@ def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: t
     known = {k: k in extras and any(v is None or is_number(v) for v in column) for k, column in columns.items()}
     for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
         if not anywhere:
-            raise InputError(f"--reward-keys {key}: the scorers return no such number, only {', '.join(extras)}")
+            raise InputError(
+                f"--adv-kwargs reward_keys={key}: the scorers return no such number, only {', '.join(extras)}"
+            )
     values = [[float(value) if is_number(value) else math.nan for value in columns[key]] for key in keys]
     return torch.tensor(values, device=scores.device).T
 

@@ -9,7 +9,6 @@ import torch
 from lib import InputError, core_algos
 from lib import model as models
 from lib.args import Reads, ScriptArgs, Sizes, step_sizes, training_ranks
-from lib.cli.flags import non_default
 from lib.columns import COLUMNS
 from lib.distributed import has_flash_attention
 from lib.rollout import engine_class
@@ -33,15 +32,10 @@ class Needs:
 
 
 def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) -> Needs:
-    """Raises InputError for sizes, names and hyper-parameters that do not fit. sizes: None: those of this job."""
+    """Raises InputError for sizes and corrections that do not fit. sizes: None: those of this job."""
     sizes = sizes or step_sizes(args, training_ranks(args))
     dtype = get_compute_dtype(args.model.compute_dtype, device)
     correction = rollout_correction(args, dtype)
-    if args.adv_estimator:
-        settings = {"singleton": args.singleton} | non_default(args.adv_kwargs)
-        core_algos.get_adv_estimator_fn(args.adv_estimator, settings)
-    core_algos.get_policy_loss_fn(args.loss, non_default(args.loss_kwargs))
-    core_algos.check_token_masks(args.token_masks.settings(args.loss))
     if correction:
         core_algos.get_rollout_correction_fn(correction)
     check_engine(args, device, dtype, correction)

@@ -49,7 +49,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     if args.lr == 0:
         lines += ["note: --lr 0 leaves the policy as it is"]
     if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
-        lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
+        lines += ["note: --group-size 1: a response's advantage is its reward (--adv-kwargs singleton)"]
     if args.run.dry_run:
         from planner.estimate import describe_dry_run
 

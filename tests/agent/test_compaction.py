@@ -116,7 +116,7 @@ def test_a_summary_is_trained_with_the_final_reward():
     kwargs = [{"texts": ["x" * 20, "y" * 20]}, {"texts": []}]
     out, _ = play_turns(how, turns, ["c" + END], interaction_kwargs=kwargs)
     mask, group = out.batch["response_mask"].bool(), torch.zeros(2, dtype=torch.long)
-    args = SimpleNamespace(adv_estimator="grpo", singleton="raw", adv_kwargs=SimpleNamespace(epsilon=None))
+    args = SimpleNamespace(adv_estimator="grpo", adv_settings={})
     advantages, _ = grpo.grpo_advantages(args, out.batch["turn_rewards"], mask, {"group": group})
     assert len(trained_of(out)) == 4 and sampled_text(out).count("SUM") == 1
     assert {round(x, 4) for x in advantages[0][mask[0]].tolist()} == {0.7071}  # of rewards 13 and 11

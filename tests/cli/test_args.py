@@ -69,7 +69,18 @@ BAD_FLAGS = {  # what the message says, by flags
     "--seed -1: must be at least 0 and below 4294967296": ["--seed", "-1"],
     "--seed 4294967296: must be at least 0 and below": ["--seed", "4294967296"],
     "--reward-weights 1e+38": ["--reward-weights", "1e38"],
-    "--loss-kwargs.cap nan: must be a finite number": ["--loss-kwargs.cap", "nan"],
+    "--loss decoupled: cap=nan: Input should be": ["--loss", "decoupled", "--loss-kwargs", "cap=nan"],
+    "--loss decoupled: cap=2x: Input should be a valid number": ["--loss", "decoupled", "--loss-kwargs", "cap=2x"],
+    "--loss-kwargs: cap: give NAME=VALUE": ["--loss", "decoupled", "--loss-kwargs", "cap"],
+    "--loss-kwargs: cap is there twice": ["--loss", "decoupled", "--loss-kwargs", "cap=1", "cap=2"],
+    "--loss dro needs dro_beta": ["--loss", "dro"],
+    "seq_mean_k1=0.99: give LOW,HIGH": ["--rollout-correction.reject", "seq_mean_k1=0.99"],
+    "--rollout-correction.reject takes no seq_k1, only token_k1": ["--rollout-correction.reject", "seq_k1=0.9,1.1"],
+    "there is no flag --loss-kwargs.cap; did you mean --loss-kwargs?": ["--loss-kwargs.cap", "2"],
+    "no flag --token-masks.off-policy-sequence; did you mean --token-masks?": [
+        "--token-masks.off-policy-sequence",
+        "1",
+    ],
     "NaN is no finite number": ["--reward-kwargs", '{"x": NaN}'],
     "1e999 is no finite number": ["--reward-kwargs", '{"x": 1e999}'],
     "--reward-kwargs: nested too deeply": ["--reward-kwargs", "[" * 100_000],
@@ -98,22 +109,20 @@ BAD_FLAGS = {  # what the message says, by flags
     "--loss-scale-factor has no effect without --loss-agg-mode seq-mean-token-sum-norm": ["--loss-scale-factor", "9"],
     "--clip-ratio-low has no effect without --loss vanilla": ["--loss", "gspo", "--clip-ratio-low", "0.2"],  # default
     "--clip-ratio-c has no effect without --loss vanilla": ["--loss", "sapo", "--clip-ratio-c=5"],
-    "--token-masks.clip-cov-ratio has no effect without --loss clip_cov": ["--token-masks.clip-cov-ratio", "0.1"],
-    "--token-masks.off-policy-sequence -5.0: must be at least 0": ["--token-masks.off-policy-sequence", "-5"],
-    "--token-masks.top-entropy 2.0: must be above 0 and at most 1": ["--token-masks.top-entropy", "2"],
+    "--loss vanilla takes no cov_ratio": ["--loss-kwargs", "cov_ratio=0.1"],
+    "--token-masks takes no cov_keep, only top_entropy, m2po": ["--token-masks", "cov_keep=0.1"],
+    "off_policy_sequence=-5: Input should be greater than or equal to 0": ["--token-masks", "off_policy_sequence=-5"],
+    "--token-masks: top_entropy=2: Input should be less than or equal to 1": ["--token-masks", "top_entropy=2"],
     "--freeze has no effect with --lora-rank": ["--lora-rank", "4", "--freeze", "model.embed_tokens.*"],
     "--rollout-correction.bounds has no effect with": [
         *("--rollout-correction.level", "measure", "--rollout-correction.bounds", "0", "3")
     ],
     "that --loss decoupled needs": ["--old-log-probs", "rollout", "--loss", "decoupled"],
-    "that --token-masks.m2po needs": ["--old-log-probs", "rollout", "--token-masks.m2po", "0.04"],
-    "that --token-masks.off-policy-sequence needs": [
-        "--old-log-probs",
-        "rollout",
-        "--token-masks.off-policy-sequence",
-        "0.1",
+    "that --token-masks m2po needs": ["--old-log-probs", "rollout", "--token-masks", "m2po=0.04"],
+    "that --token-masks off_policy_sequence needs": [
+        *("--old-log-probs", "rollout", "--token-masks", "off_policy_sequence=0")
     ],
-    "would apply it twice": ["--loss", "decoupled", "--rollout-correction.reject.token-k2", "0.1"],  # level token
+    "would apply it twice": ["--loss", "decoupled", "--rollout-correction.reject", "token_k2=0.1"],  # level token
     "--kl-target has no effect without": ["--kl-target", "0.1", "--kl-coef", "0"],
     "--kl-target has no effect without --kl-placement reward": [
         *("--kl-coef", "0.1", "--kl-placement", "loss", "--kl-target", "0.1")
@@ -131,7 +140,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--rollout-gpus 1: this is one process": ["--rollout-gpus", "1"],
     "--rollout-gpus -1: must be at least 0": ["--rollout-gpus", "-1"],
     "--rollout-gpus 1 runs vLLM servers": ["--rollout-gpus", "1", "--rollout-engine", "http://127.0.0.1:1"],
-    "that --token-masks.top-entropy needs": ["--old-log-probs", "rollout", "--token-masks.top-entropy", "0.2"],
+    "that --token-masks top_entropy needs": ["--old-log-probs", "rollout", "--token-masks", "top_entropy=0.2"],
     "--tensor-parallel-size 2: must divide": ["--tensor-parallel-size", "2"],
     "--resume auto needs the --run-name": ["--resume", "auto"],
     "--run-name '../x': must be one folder's name": ["--run-name", "../x"],
@@ -178,15 +187,15 @@ BAD_FLAGS = {  # what the message says, by flags
     "there is no flag 5; --help has the names": ["--lr", "1", "5"],
 }
 SERVER = ["--rollout-engine", "http://127.0.0.1:1", "--async-order", "finished"]
-GDPO = ["--adv-estimator", "gdpo", "--reward-keys", "x"]
+GDPO = ["--adv-estimator", "gdpo", "--adv-kwargs", "reward_keys=x"]
 GIGPO = ["--adv-estimator", "gigpo", "--multi-turn.tools", "calculator"]
 MT_GRPO = ["--adv-estimator", "mt_grpo", "--multi-turn.tools"]
 OWN_BAD_FLAGS = {
     "grpo": {
         "invalid choice 'gae'": ["--adv-estimator", "gae"],
         "invalid choice 'remax'": ["--adv-estimator", "remax"],
-        "gdpo weighs --reward-keys: name them": ["--adv-estimator", "gdpo"],
-        "--reward-keys names right twice": ["--adv-estimator", "gdpo", "--reward-keys", "right", "a", "right"],
+        "gdpo weighs several rewards: name them, --adv-kwargs reward_keys=a,b": ["--adv-estimator", "gdpo"],
+        "reward_keys names right twice": ["--adv-estimator", "gdpo", "--adv-kwargs", "reward_keys=right,a,right"],
         "gigpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "gigpo"],
         "mt_grpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "mt_grpo"],
         "gigpo with --multi-turn.max-turns 1: an episode has one": [*GIGPO, "--multi-turn.max-turns", "1"],
@@ -210,30 +219,32 @@ OWN_BAD_FLAGS = {
             for name in ("grpo", "grpo_passk", "grpo_leave_one_out", "maxrl")
         },
         "--reward-weights has no effect with --adv-estimator gdpo": [*GDPO, "--reward-weights", "2"],
-        "--reward-keys ... reward_model": [*GDPO, "--reward-model", TOY_MODEL],
+        "reward_keys=...,reward_model": [*GDPO, "--reward-model", TOY_MODEL],
         "--multi-turn.reward-coef 0": [*GDPO, "--multi-turn.tools", "calculator"],
-        "drop it from --reward-keys": [*GDPO, "--adv-kwargs.reward-weights", "0"],
+        "drop it from reward_keys": [*GDPO, "reward_weights=0"],
         "maxrl with --group-size 1: every advantage is 0": ["--adv-estimator", "maxrl", "--group-size", "1"],
         "grpo_passk with --group-size 1: every advantage is 0": ["--adv-estimator", "grpo_passk", "--group-size", "1"],
-        "zero with --group-size 1: every advantage is 0": ["--singleton", "zero", "--group-size", "1"],
+        "zero with --group-size 1: every advantage is 0": ["--adv-kwargs", "singleton=zero", "--group-size", "1"],
         "drop_from_denominator: --loss-agg-mode token-sum has none": [
             *("--zero-variance", "drop_from_denominator", "--loss-agg-mode", "token-sum")
         ],
         "--old-log-probs has no effect with --loss gpg": ["--loss", "gpg", "--old-log-probs", "rollout"],
-        "--singleton has no effect without --adv-estimator grpo, grpo_leave_one_out": [
-            "--adv-estimator",
-            "reinforce_plus_plus",
-            "--singleton",
-            "zero",
+        "--adv-estimator reinforce_plus_plus takes no singleton, only gamma": [
+            *("--adv-estimator", "reinforce_plus_plus", "--adv-kwargs", "singleton=zero")
         ],
-        "--adv-kwargs.epsilon has no effect": ["--adv-estimator", "dr_grpo", "--adv-kwargs.epsilon", "1"],
+        "dr_grpo takes no epsilon": ["--adv-estimator", "dr_grpo", "--adv-kwargs", "epsilon=1"],
+        "--adv-kwargs epsilon has no effect with norm_adv_by_std_in_grpo=False": [
+            *("--adv-estimator", "grpo_passk", "--adv-kwargs", "epsilon=1", "norm_adv_by_std_in_grpo=False")
+        ],
+        "there is no flag --singleton; did you mean --adv-kwargs?": ["--singleton", "zero"],
+        "there is no flag --reward-keys; did you mean --adv-kwargs?": ["--reward-keys", "a"],
         "--zero-variance has no effect with --group-size 1": ["--zero-variance", "mask", "--group-size", "1"],
         "--async-level 1 needs --rollout-gpus or": ["--async-level", "1"],
         "--async-order finished: needs --async-level 2": [*SERVER, "--async-level", "1"],
         "--multi-turn.max-turns has no effect without --multi-turn.tools or --multi-turn.interaction": [
             *("--multi-turn.max-turns", "2")
         ],
-        "--loss-kwargs.cap has no effect without --loss decoupled": ["--loss", "gspo", "--loss-kwargs.cap", "2"],
+        "--loss gspo takes no cap, only cliprange_low, cliprange_high": ["--loss", "gspo", "--loss-kwargs", "cap=2"],
     },
     "ppo": {
         "--critic-model ./absent: no such folder": ["--critic-model", "./absent"],
@@ -243,7 +254,7 @@ OWN_BAD_FLAGS = {
     },
     "remax": {},
     "dapo": {
-        "--reward-keys has no effect without --adv-estimator gdpo": ["--reward-keys", "right"],
+        "--adv-estimator grpo takes no reward_keys": ["--adv-kwargs", "reward_keys=right"],
         "ignores all other rewards: --overlong-buffer 0": GDPO,
         "--overlong-factor has no effect": ["--overlong-buffer", "0", "--overlong-factor", "2"],
         "--max-gen-batches has no effect": ["--zero-variance", "keep", "--max-gen-batches", "2"],
@@ -376,11 +387,13 @@ def test_what_a_part_of_a_run_leaves_out_is_noted(tmp_path):
         "--clip-ratio-high (without a second update a step)",
     )
     assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3", "--update-epochs", "2"]).no_effect == ()
-    words = ["--val-only", "--loss", "cispo", "--loss-kwargs.cliprange-high", "3", "--temperature", "0.5"]
+    clip = ["--loss", "decoupled", "--loss-kwargs", "cliprange_high=0.3", "cap=2"]
+    assert parse_flags(grpo.Args, clip).no_effect == ("--loss-kwargs cliprange_high (without a second update a step)",)
+    words = ["--val-only", "--loss", "cispo", "--temperature", "0.5", "--loss-kwargs", "cliprange_high=3"]
     [note] = parse_flags(grpo.Args, [*words, "--val-temperature", "0.5", "--lora-rank", "2"]).no_effect
-    assert note == "--temperature, --loss, --loss-kwargs.cliprange-high (with --val-only)"
-    with pytest.raises(InputError, match=r"^--loss-kwargs\.cap has no effect without --loss decoupled"):
-        parse_flags(grpo.Args, [*words, "--loss-kwargs.cap", "2"])
+    assert note == "--temperature, --loss, --loss-kwargs (with --val-only)"
+    with pytest.raises(InputError, match=r"^--loss cispo takes no cap"):
+        parse_flags(grpo.Args, [*words, "cap=2"])
     (tmp_path / "config.json").write_text("{}")
     words = ["--replay", str(tmp_path), "--rollout-engine", "vllm", "--gpu-memory-utilization", "0.5"]
     [note] = parse_flags(grpo.Args, words).no_effect
@@ -426,7 +439,7 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     (tmp_path / "flags.yaml").write_text("prompts_per_step: 10\nmulti_turn:\n  max_turns: 0\n")
     done = fork("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared)
     assert "--multi-turn.max-turns 0: must be above 0" in done.stderr
-    of_none = "rollout_correction:\n  batch_normalize: true\nadv_kwargs:\n  norm_adv_by_std_in_grpo: false\n"
+    of_none = "rollout_correction:\n  batch_normalize: true\nadv_kwargs: [norm_adv_by_std_in_grpo=false]\n"
     (tmp_path / "flags.yaml").write_text(of_none + "padding_free: false\nkl_target: null\n")
     ran(fork("dapo", tmp_path, "--adv-estimator", "grpo_passk", "--config", str(tmp_path / "flags.yaml"), *shared))
 
@@ -436,7 +449,7 @@ CONFIGS = {  # what the message says, by the file's text
     "line 2: there is no flag multi_turn; is it multi_turn.tools?": "lr: 1\nmulti_turn: [calculator]",
     "line 3: there is no flag max_turn; is it multi_turn.max_turns?": "lr: 1\nmulti_turn:\n  max_turn: 3",
     "line 2: there is no flag tensor-parallel; is it tensor_parallel_size?": "lr: 1\ntensor-parallel: 2",
-    "line 1: there is no flag adv_kwargs; is it adv_kwargs.epsilon?": "adv_kwargs: '{}'",
+    "line 1: adv_kwargs takes no mapping": "adv_kwargs:\n  epsilon: 1e-4",
     "line 1: there is no flag engine_ranks; is it rollout_tensor_parallel_size?": "engine_ranks: 8",
     "line 1: there is no flag gpu_memory; is it gpu_memory_utilization?": "gpu_memory: 0.4",
     "line 1: there is no flag replicas; is it dp_replicate_size?": "replicas: 2",

@@ -323,8 +323,8 @@ MANY = ["--lora-rank", "4", "--kl-coef", "0.1", "--kl-placement", "reward", "--a
 MANY += [
     "--rollout-correction.level",
     "token",
-    "--token-masks.top-entropy",
-    "0.5",
+    "--token-masks",
+    "top_entropy=0.5",
     "--num-mini-batches",
     "2",
     "--entropy-coef",

@@ -24,7 +24,7 @@ COPY = ["--rollout-engine", f"{ROOT / 'tests/mutants/engines.py'}:CopyEngine"]
 SMALL_MICRO_BATCHES = ["--micro-batch-tokens", "150"]
 REJECTED = ["--rollout-engine", f"{ROOT / 'tests/mutants/engines.py'}:ApartEngine"]
 REJECTED += ["--rollout-correction.level", "measure"]
-REJECTED += ["--rollout-correction.reject.seq-mean-k1", "0.99995", "1.00005"]  # every seventh row
+REJECTED += ["--rollout-correction.reject", "seq_mean_k1=0.99995,1.00005"]  # every seventh row
 SEVERAL = ["--num-mini-batches", "2", "--update-epochs", "2", "--lr", "1e-3"]
 
 

@@ -45,7 +45,7 @@ for name in get_args(settings.AdvEstimator):
     if name != "gdpo":  # the toy has one reward
         HEALTHY[f"--adv-estimator {name}"] = "grpo", ["--adv-estimator", name]
 for name in get_args(settings.PolicyLoss):
-    beta = ["--loss-kwargs.dro-beta", "0.1"] if name == "dro" else []
+    beta = ["--loss-kwargs", "dro_beta=0.1"] if name == "dro" else []
     HEALTHY[f"--loss {name}"] = "grpo", ["--loss", name, *beta, *UPDATES]
 for name in get_args(settings.AggMode):
     HEALTHY[f"--loss-agg-mode {name}"] = "grpo", ["--loss-agg-mode", name, "--micro-batch-tokens", "150"]

@@ -554,7 +554,7 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
         [[1, None, None], [None, None, None]],
     ]
     for error in run_ranks(2, _components, extras, ["here", "text"]):
-        assert "--reward-keys text: the scorers return no such number" in error
+        assert "--adv-kwargs reward_keys=text: the scorers return no such number" in error
 
 
 # ---- what scorers print ----------------------------------------------------------------------------
@@ -1504,7 +1504,7 @@ def test_a_shadow_scorer_is_logged_and_changes_no_reward(manager_of, one_rank, n
 def test_nothing_trains_on_a_shadow_scorer(manager_of, one_rank, capsys):
     batch = batch_of(["1", "2"])
     rewards = Rewards(manager_of(SHADOWS), shadow=manager_of(SHADOWS, "constant"))
-    with pytest.raises(InputError, match=r"--reward-keys shadow/mine\.constant: the scorers return no such number"):
+    with pytest.raises(InputError, match=r"reward_keys=shadow/mine\.constant: the scorers return no such number"):
         rewards.submit(batch, 1).add_to(batch, ["shadow/mine.constant"])
     _, extras, metrics = manager_of(SHADOWS, "greedy").submit(batch).get()
     assert extras == {} and metrics == counts(dropped_key=2)

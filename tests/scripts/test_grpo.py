@@ -200,7 +200,7 @@ def two_rewards(folder: Path) -> str:
 FLAGS = {
     "gdpo, decoupled, sequence mask, entropy target": (
         lambda t: [
-            *("--adv-estimator", "gdpo", "--reward", two_rewards(t), "--reward-keys", "right", "short"),
+            *("--adv-estimator", "gdpo", "--reward", two_rewards(t), "--adv-kwargs", "reward_keys=right,short"),
             *("--reward-kwargs", '{"longest": 16}', "--zero-variance", "mask"),
             *("--prompt-sampling", "skip", "--prompt-skip-after", "1"),
             *(
@@ -209,8 +209,8 @@ FLAGS = {
                 *off_policy(t),
                 "--num-mini-batches",
                 "2",
-                "--token-masks.off-policy-sequence",
-                "0.01",
+                "--token-masks",
+                "off_policy_sequence=0.01",
             ),
             *("--entropy-coef", "0.01", "--entropy-target", "9"),
         ],
@@ -229,7 +229,7 @@ FLAGS = {
     "optimal token baseline, clip_cov, KL in the reward": (
         lambda t: [
             *("--adv-estimator", "optimal_token_baseline", "--loss", "clip_cov", "--num-mini-batches", "2"),
-            *("--token-masks.clip-cov-ratio", "0.1", "--token-masks.clip-cov-bounds", "-9", "9"),
+            *("--loss-kwargs", "cov_ratio=0.1", "cov_bounds=-9,9"),
             *("--kl-placement", "reward", "--kl-coef", "0.1", "--kl-estimator", "k1", "--kl-target", "0.001"),
             *(
                 "--rollout-correction.level",
@@ -249,7 +249,7 @@ FLAGS = {
     ),
     "kl_cov, top entropy": (
         lambda t: [
-            *("--loss", "kl_cov", "--token-masks.kl-cov-ratio", "0.1", "--token-masks.top-entropy", "0.2"),
+            *("--loss", "kl_cov", "--loss-kwargs", "cov_ratio=0.1", "--token-masks", "top_entropy=0.2"),
         ],
         {
             "actor/cov_klfrac": lambda x: 0 < x < 0.2,
@@ -266,11 +266,10 @@ FLAGS = {
                 "--rollout-correction.bounds",
                 "0",
                 "2",
-                "--rollout-correction.reject.seq-mean-k1",
-                "0.95",
-                "1.05",
+                "--rollout-correction.reject",
+                "seq_mean_k1=0.95,1.05",
             ),
-            *("--token-masks.m2po", "0.001"),
+            *("--token-masks", "m2po=0.001"),
         ],
         {
             "rollout/is_weight": lambda x: 0.5 < x <= 1,
@@ -429,7 +428,7 @@ def test_the_scripts_advantages_equal_the_loop(script, singleton, seed):
     """Against sums over rows in float64; and to the last bit what lib/core_algos computes."""
     rewards, mask, t = rewards_with_dead_rows(seed)
     module = importlib.import_module(script)
-    advantages, returns = module.grpo_advantages(module.Args(singleton=singleton), rewards, mask, t)
+    advantages, returns = module.grpo_advantages(module.Args(adv_kwargs=(f"singleton={singleton}",)), rewards, mask, t)
     # thirds add up to 1 but for the rounding of float32, and such scores are equal
     scores = {i: round(sum(rewards[i, mask[i]].double().tolist()), 6) for i in range(17) if mask[i].any()}
     for i in range(17):
@@ -525,11 +524,14 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     ),
     "no such agent": (lambda t: ["--agent", "absent.py:solve"], "--agent absent.py:solve: there is no such file"),
     "no weights": (lambda t: ["--model", model_folder(t / "m", weights=False)], "no weights"),
-    "estimator without the parameter": (lambda t: ["--adv-kwargs.gamma", "1"], "gamma"),
+    "estimator without the parameter": (
+        lambda t: ["--adv-kwargs", "gamma=1"],
+        "grpo takes no gamma, only epsilon, singleton",
+    ),
     "entropy coefficient": (lambda t: ["--entropy-target", "0.2", "--entropy-coef", "-0.5"], "coef in 0..1"),
     "covariances between no bounds": (
-        lambda t: ["--loss", "clip_cov", "--token-masks.clip-cov-bounds", "5", "1"],
-        "low < high",
+        lambda t: ["--loss", "clip_cov", "--loss-kwargs", "cov_bounds=5,1"],
+        "cov_bounds=5,1: give LOW,HIGH, LOW below HIGH",
     ),
     "a correction's bounds": (lambda t: ["--rollout-correction.bounds", "2", "3"], "needs bounds on r"),
     "images for a text model": (lambda t: ["--max-images", "2"], "--max-images has no effect without a --model that"),
@@ -540,8 +542,8 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "no such dataset class": (lambda t: ["--dataset-class", "absent.py:Mine"], "--dataset-class absent.py:Mine: give"),
     "reward model": (lambda t: ["--reward-model", TOY_MODEL], "--reward-model"),
     "loss without its parameter": (lambda t: ["--loss", "dro"], "dro_beta"),
-    "loss with another's": (lambda t: ["--loss", "gspo", "--loss-kwargs.cap", "2"], "cap"),
-    "the script's own loss": (lambda t: ["--loss-kwargs.cap", "2"], "has no effect without --loss decoupled"),
+    "loss with another's": (lambda t: ["--loss", "gspo", "--loss-kwargs", "cap=2"], "--loss gspo takes no cap, only"),
+    "the script's own loss": (lambda t: ["--loss-kwargs", "cap=2"], "--loss vanilla takes no cap"),
     "resume from nowhere": (lambda t: ["--resume", str(t / "step_000001")], "step_000001"),
 }
 
@@ -587,9 +589,7 @@ def test_the_header_names_model_data_and_what_trains_nothing(tmp_path):
     assert "model: data/toy/model\ntraining prompts: 4096 (prompt_too_long 0) from data/toy/train.jsonl\n" in said
     assert "\nvalidation prompts: none\n" in said
     assert "\nnote: --lr 0 leaves the policy as it is\n" in said
-    assert (
-        "\nnote: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)\n" in said
-    )
+    assert "\nnote: --group-size 1: a response's advantage is its reward (--adv-kwargs singleton)\n" in said
     done = fork("grpo", tmp_path, *args, "--reward-kwargs", '{"metod": "strict"}')
     assert done.returncode == 2 and "no scorer declares metod" in done.stderr
 

@@ -28,12 +28,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import remax
 from lib.core_algos import (
-    ADV_ESTIMATORS,
-    ADV_TENSORS,
     KL_PENALTIES,
     LOSS_AGG_MODES,
-    LOSS_TENSORS,
-    POLICY_LOSSES,
     agg_loss,
     compute_gae_advantage_return,
     compute_token_masks,
@@ -44,13 +40,15 @@ from lib.core_algos import (
 )
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
 from lib.distributed import full_tensor, make_mesh, set_gradient_sync, shard_model, trainable_parameters
 from lib.model import batched_log_probs, load_critic, load_model, response_log_probs, response_values
 from tests.common import float64_norms, rollout_batch, run_ranks, save_tiny
 from tests.core_algos.test_core_algos import SCALE, bits_equal, counts, poison, random_batch
 
 SETTINGS = {"dro": {"dro_beta": 0.3}, "gspo": {"cliprange_low": 0.2, "cliprange_high": 0.28}}
-MASKS = {"clip_cov": {"ratio": 0.2, "cov": [-0.5, 1.0]}, "kl_cov": {"ratio": 0.2}, "top_entropy": {"fraction": 0.7}}
+MASKS = {"cov_keep": {"cov_ratio": 0.2, "cov_bounds": (-0.5, 1.0)}, "cov_pick": {"cov_ratio": 0.2}}
+MASKS["top_entropy"] = {"fraction": 0.7}
 ROWS = 12
 
 
@@ -64,7 +62,7 @@ def one_rank():
 
 def policy_losses(name, b, leaf):
     loss = get_policy_loss_fn(name, SETTINGS.get(name, {}))
-    tensors = {key: b[key] for key in LOSS_TENSORS.get(name, ())}
+    tensors = {key: b[key] for key in POLICY_LOSSES[name].columns}
     losses, _ = loss(b["old_log_probs"], leaf, b["advantages"], b["response_mask"], **tensors)
     return torch.where(b["token_mask"], losses, 0)
 
@@ -485,8 +483,8 @@ OF_OTHER_SCRIPTS = {
 def test_no_row_of_an_estimator_depends_on_dead_rows_row_order_or_padding(name):
     """Dead rows and row order change no bit. Padding may change the order in which a row is summed: rtol 1e-12."""
     estimate, tensors = OF_OTHER_SCRIPTS.get(name) or (
-        get_adv_estimator_fn(name, {"singleton": "zero"}),
-        ADV_TENSORS.get(name, ()),
+        get_adv_estimator_fn(name, {"singleton": "zero"} if "singleton" in ADV_ESTIMATORS[name].settings else {}),
+        ADV_ESTIMATORS[name].columns,
     )
     for seed in range(10):
         b, _ = mini_batch(seed)

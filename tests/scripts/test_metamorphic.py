@@ -50,9 +50,9 @@ def choices(estimators=ESTIMATORS, losses=LOSSES) -> st.SearchStrategy[dict[str,
     """Flags of grpo.py that go together."""
 
     def complete(case: dict[str, str]) -> dict[str, str]:
-        case |= {"--reward-keys": "a,b"} if case["--adv-estimator"] == "gdpo" else {}
+        case |= {"--adv-kwargs:reward_keys": "a,b"} if case["--adv-estimator"] == "gdpo" else {}
         case |= {"--multi-turn.tools": "REWARDING"} if case["--adv-estimator"] in ("gigpo", "mt_grpo") else {}
-        return case | ({"--loss-kwargs.dro-beta": "0.5"} if case["--loss"] == "dro" else {})
+        return case | ({"--loss-kwargs:dro_beta": "0.5"} if case["--loss"] == "dro" else {})
 
     names = {"--adv-estimator": sorted(estimators), "--loss": losses, "--loss-agg-mode": AGG_MODES}
     names |= {"--kl-coef": ["-", "0.1"], "--entropy-coef": ["-", "0.05"], "--rollout-correction.level": ["-", "token"]}

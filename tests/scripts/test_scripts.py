@@ -411,7 +411,7 @@ def test_ppo_critic_learns_nothing_from_rows_that_rollout_correction_rejected(tm
     starts at 0, so the loss of the first update is 1 / 2 exactly, whatever share of the rows is left."""
     args = [*constant_reward(tmp_path), "--num-mini-batches", "1", "--total-steps", "1", "--kl-coef", "0"]
     args += off_policy(tmp_path)
-    args += ["--rollout-correction.level", "measure", "--rollout-correction.reject.seq-mean-k1", "0.95", "1.05"]
+    args += ["--rollout-correction.level", "measure", "--rollout-correction.reject", "seq_mean_k1=0.95,1.05"]
     args += ["--micro-batch-tokens", "200"]
     [row] = small("ppo", tmp_path, *args)
     assert 0 < row["training/rows_dropped/rollout_correction"] < 32

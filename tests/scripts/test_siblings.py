@@ -17,7 +17,7 @@ OWN_ARGS = {  # fields that a script has besides grpo's, has not, and has with a
             *("cliprange_value", "critic_lr", "critic_model", "critic_warmup_steps"),
             *("gamma", "gae_lambda", "gae_lambda_policy", "length_adaptive_alpha"),
         },
-        "missing": {"adv_estimator", "adv_kwargs", "reward_keys", "singleton", "zero_variance"},
+        "missing": {"adv_estimator", "adv_kwargs", "zero_variance"},
         "different": {
             *("prompts_per_step", "group_size", "num_mini_batches"),
             *("kl_coef", "kl_placement"),
@@ -25,7 +25,7 @@ OWN_ARGS = {  # fields that a script has besides grpo's, has not, and has with a
     },
     "remax": {
         "new": set(),
-        "missing": {"adv_estimator", "adv_kwargs", "reward_keys", "singleton", "zero_variance"},
+        "missing": {"adv_estimator", "adv_kwargs", "zero_variance"},
         "different": {"prompts_per_step", "group_size"},
     },
     "dapo": {

@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from lib import InputError
-from lib.core_algos.advantages import Pair, _gae, _whiten, compute_grpo_outcome_advantage
+from lib.core_algos.advantages import Advantages, _gae, _whiten, compute_grpo_outcome_advantage
 from lib.core_algos.reductions import ROUNDING, Index, _group_sum, _keep, _outcome_scores, _rewards_dtype, group_mean
+from lib.declared import Discount, Names, Positive, Singleton, Weights
 
 
 def _outcomes(rewards: Tensor, mask: Tensor, index: Index, singleton: str) -> tuple:
     """For the live rows, in float64 on the CPU: R (N,), R − mean_g (N,), the group number (N,), the group's size (N,);
-    and a function that spreads A over their tokens: (N,) -> advantages (B, T), returns (B, T).
-
-    R − mean_g is exactly 0 in a group of equal R; in a group of one it is R if "raw", 0 if "zero"."""
+    and a function that spreads A over their tokens: (N,) -> advantages (B, T), returns (B, T)."""
     scores, group, alive = _outcome_scores(rewards.detach(), mask, index)
     centred = scores - group_mean(scores, torch.ones(len(scores), 1), group, singleton)
 
@@ -34,14 +33,27 @@ def _groups(scores: Tensor, group: Tensor) -> Iterator[Tensor]:
         yield rows[scores[rows].argsort()]
 
 
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, singleton="raw"
-) -> Pair:
+def grpo(
+    token_level_rewards, response_mask, index, *, epsilon: Positive = 1e-6, singleton: Singleton = "raw"
+) -> Advantages:
+    """GRPO, arXiv 2402.03300: A_i = (R_i − mean_g) / (std_g + epsilon)."""
+    return compute_grpo_outcome_advantage(token_level_rewards, response_mask, index, epsilon, True, singleton)
+
+
+def dr_grpo(token_level_rewards, response_mask, index, *, singleton: Singleton = "raw") -> Advantages:
+    """Dr. GRPO, arXiv 2503.20783: A_i = R_i − mean_g."""
+    return compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=False, singleton=singleton
+    )
+
+
+def grpo_passk(
+    token_level_rewards, response_mask, index, *, epsilon: Positive = 1e-6, norm_adv_by_std_in_grpo: bool = True
+) -> Advantages:
     """Pass@k, arXiv 2503.19595: A = (R_max − R_second) / (std_g + epsilon) for a group's best, 0 for the others.
 
-    A tie gives 0, and so does a group of one, "raw" or "zero": it has no second (verl: ValueError, so that a run ends
-    at a group of which a failed scorer or a rejection leaves one row)."""
-    scores, _, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    A tie gives 0, and so does a group of one, which has no second (verl: ValueError)."""
+    scores, _, group, _, spread = _outcomes(token_level_rewards, response_mask, index, "zero")
     advantages = torch.zeros_like(scores)
     for rows in _groups(scores, group):
         ordered = scores[rows]
@@ -50,7 +62,7 @@ def compute_grpo_passk_outcome_advantage(
     return spread(advantages)
 
 
-def compute_rloo_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
+def rloo(token_level_rewards, response_mask, index, *, singleton: Singleton = "raw") -> Advantages:
     """RLOO, arXiv 2402.14740: A_i = R_i − mean_{j≠i} R_j = (R_i − mean_g)·G/(G − 1).
 
     A group of one: "raw" is verl's rloo, "zero" its rloo_vectorized."""
@@ -58,13 +70,12 @@ def compute_rloo_outcome_advantage(token_level_rewards, response_mask, index, si
     return spread(centred * size / (size - 1).clamp(min=1))
 
 
-def compute_grpo_leave_one_out_outcome_advantage(
-    token_level_rewards, response_mask, index, epsilon=1e-6, singleton="raw"
-) -> Pair:
+def grpo_leave_one_out(
+    token_level_rewards, response_mask, index, *, epsilon: Positive = 1e-6, singleton: Singleton = "raw"
+) -> Advantages:
     """GRPO with the others' statistics (NeMo-RL, AReaL): A_i = (R_i − mean_{j≠i} R_j) / (std_{j≠i} + epsilon).
 
-    If all the others' rewards are equal, but for rounding, A is not divided: their std may be above 0 by rounding, so
-    that A would explode. Not in verl; NeMo-RL has A = 0 in a group of one."""
+    If the others' rewards are equal, but for rounding, A is not divided: a std of rounding noise would blow it up."""
     scores, advantages, group, _, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     for rows in _groups(scores, group):
         size, ordered = len(rows), scores[rows] - scores[rows[0]]
@@ -76,9 +87,9 @@ def compute_grpo_leave_one_out_outcome_advantage(
     return spread(advantages)
 
 
-def compute_grpo_batch_std_outcome_advantage(
-    token_level_rewards, response_mask, index, epsilon=1e-4, singleton="raw"
-) -> Pair:
+def grpo_batch_std(
+    token_level_rewards, response_mask, index, *, epsilon: Positive = 1e-4, singleton: Singleton = "raw"
+) -> Advantages:
     """Lite PPO, arXiv 2508.08221: A_i = (R_i − mean_g) / (std of all R of the batch + epsilon), std with N − 1.
 
     If all R are equal, A is not divided. Not in verl; TRL (scale_rewards="batch") has A = 0 in a group of one."""
@@ -88,7 +99,7 @@ def compute_grpo_batch_std_outcome_advantage(
     return spread(centred / (ordered.std() + epsilon) if differ else centred)
 
 
-def compute_opo_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
+def opo(token_level_rewards, response_mask, index, *, singleton: Singleton = "raw") -> Advantages:
     """OPO, arXiv 2505.23585: A_i = R_i − Σ_j len_j·R_j / Σ_j len_j over the group; len counts valid tokens."""
     _, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
     lengths = response_mask.bool().sum(-1).cpu().double()
@@ -97,7 +108,9 @@ def compute_opo_outcome_advantage(token_level_rewards, response_mask, index, sin
     return spread(torch.where(size > 1, centred - baseline, centred))
 
 
-def compute_gpg_outcome_advantage(token_level_rewards, response_mask, index, f_norm=1.0, singleton="raw") -> Pair:
+def gpg(
+    token_level_rewards, response_mask, index, *, f_norm: Positive = 1.0, singleton: Singleton = "raw"
+) -> Advantages:
     """GPG, arXiv 2504.02546: A_i = α·(R_i − mean_g) / f_norm, α = rows / max(rows with R ≠ 0, 1) of the batch.
 
     A group of one: "raw" is A = α·R / f_norm."""
@@ -105,12 +118,11 @@ def compute_gpg_outcome_advantage(token_level_rewards, response_mask, index, f_n
     return spread(len(scores) / max(int(scores.count_nonzero()), 1) * centred / f_norm)
 
 
-def compute_maxrl_outcome_advantage(token_level_rewards, response_mask, index, singleton="raw") -> Pair:
-    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g = 0. Raises InputError for an R_i below 0:
-    with it the mean is no measure of how often a prompt is solved.
+def maxrl(token_level_rewards, response_mask, index) -> Advantages:
+    """MaxRL, arXiv 2602.02710: A_i = (R_i − mean_g) / mean_g, 0 where mean_g = 0 and in a group of one.
 
-    A group of one gives 0 by the formula, "raw" or "zero" (the paper's code takes mean 0 there: A = R / epsilon)."""
-    scores, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, singleton)
+    Raises InputError for an R_i below 0: the mean would not say how often a prompt is solved."""
+    scores, centred, group, size, spread = _outcomes(token_level_rewards, response_mask, index, "zero")
     if (scores < 0).any():
         why = f"a response has the reward {float(scores.min()):g}: give scores of 0 and 1, or take another estimator"
         raise InputError(
@@ -120,39 +132,45 @@ def compute_maxrl_outcome_advantage(token_level_rewards, response_mask, index, s
     return spread(torch.where((mean > 0) & (size > 1), centred / mean, 0))
 
 
-def compute_gdpo_outcome_advantage(
-    token_level_rewards, response_mask, index, *, reward_components, reward_weights=None, singleton="raw"
-) -> Pair:
+def gdpo(
+    token_level_rewards,
+    response_mask,
+    index,
+    *,
+    reward_components,
+    reward_keys: Names = (),
+    reward_weights: Weights = (),
+    singleton: Singleton = "raw",
+) -> Advantages:
     """GDPO, arXiv 2601.05242: A_i = whiten(Σ_k w_k·(R_ik − mean_g) / (std_g + 1e-6)) over the batch's tokens.
 
-    reward_components (B, K): K rewards of each row, or NaN: a row without reward k is in no mean or deviation of it and
-    has no such term; one without any is not whitened, A = 0. reward_weights: K numbers, 1 by default. Of
-    token_level_rewards only the dtype is used. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl)
-    or 0 ("zero")."""
-    weights = [1.0] * reward_components.shape[1] if reward_weights is None else reward_weights
+    reward_components (B, K): K rewards of each row; a row with NaN for k is in no mean or deviation of it and has no
+    such term; one without any is not whitened, A = 0. reward_keys: their names in the scorer's result. reward_weights:
+    K numbers, 1 by default. In a group of one the quotient is R_ik / (1 + 1e-6) ("raw", as in verl) or 0 ("zero")."""
+    weights = reward_weights or [1.0] * reward_components.shape[1]
     if len(weights) != reward_components.shape[1]:
-        raise InputError(f"gdpo: {len(weights)} weights for {reward_components.shape[1]} rewards: give one for each")
+        rewards = " ".join([f"{reward_components.shape[1]} rewards", *reward_keys])
+        raise InputError(f"gdpo: {len(weights)} weights for {rewards}: give one for each")
     known = response_mask.bool().any(-1, keepdim=True) & ~reward_components.isnan()  # (B, K)
     components = zip(weights, reward_components.double().split(1, dim=1), known.split(1, dim=1))
-    rows = sum(w * compute_grpo_outcome_advantage(r, m, index, singleton=singleton)[0] for w, r, m in components)
+    terms = [w * compute_grpo_outcome_advantage(r, m, index, singleton=singleton)[0] for w, r, m in components]
+    rows = sum(terms, torch.zeros(()))
     mask = response_mask.bool() & known.any(1, keepdim=True)
     advantages = _whiten(rows.expand(mask.shape), mask)
     return _rewards_dtype(token_level_rewards, advantages, advantages)
 
 
-def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards, response_mask, index=None, gamma=1.0, singleton="raw"
-) -> Pair:
+def reinforce_plus_plus(token_level_rewards, response_mask, index=None, *, gamma: Discount = 1.0) -> Advantages:
     """REINFORCE++, arXiv 2501.03262: G_t = r_t + γ·G', G' of the next valid token; A = whiten(G); returns = G.
 
-    It has no groups: it takes `index` and `singleton` only because the other estimators do."""
+    It has no groups: it takes `index` only because the other estimators do."""
     returns = _gae(token_level_rewards, None, response_mask, gamma, 1.0)
     return _rewards_dtype(token_level_rewards, _whiten(returns, response_mask), returns)
 
 
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards, response_mask, index, singleton="raw"
-) -> Pair:
+def reinforce_plus_plus_baseline(
+    token_level_rewards, response_mask, index, *, singleton: Singleton = "raw"
+) -> Advantages:
     """REINFORCE++-baseline, arXiv 2501.03262: A = whiten(R_i − mean_g) over the batch's tokens.
 
     A group of one enters the whitening as R ("raw", as verl) or 0 ("zero")."""

@@ -2,19 +2,20 @@
 
 import torch
 
-from lib.core_algos.advantages import Pair, _gae
+from lib.core_algos.advantages import Advantages, _gae
 from lib.core_algos.papers.outcomes import _outcomes
 from lib.core_algos.reductions import (
     _group_sum,
     _keep,
     _rewards_dtype,
 )
+from lib.declared import Singleton
 
 
 @torch.no_grad()
-def compute_optimal_token_baseline_advantage(
-    token_level_rewards, response_mask, index, squared_score, rollout_is_weights=None, singleton="raw"
-) -> Pair:
+def optimal_token_baseline(
+    token_level_rewards, response_mask, index, *, squared_score, rollout_is_weights=None, singleton: Singleton = "raw"
+) -> Advantages:
     """Optimal token baseline, arXiv 2602.07078: A_it = G_it − B_t, B_t = Σ_i G_it·W_it / (Σ_i W_it + 1e-8), the sums
     over the group's rows valid at t; G = Σ_{k≥t} r_k; W_t = Σ_{j≤t} squared_score_j·w_j², w the IS weights or 1.
 
@@ -43,14 +44,16 @@ def compute_optimal_token_baseline_advantage(
     return _rewards_dtype(token_level_rewards, advantages.to(response_mask.device), returns)
 
 
-def compute_multi_turn_optimal_token_baseline_advantage(
-    token_level_rewards, response_mask, index, squared_score, rollout_is_weights=None, singleton="raw"
-) -> Pair:
+def tir_optimal_token_baseline(
+    token_level_rewards, response_mask, index, *, squared_score, rollout_is_weights=None, singleton: Singleton = "raw"
+) -> Advantages:
     """The optimal token baseline for several turns, as in verl: a row's nth valid token is compared with the others'
     nth valid token, however much tool output comes before them."""
     order = response_mask.bool().int().argsort(dim=1, descending=True, stable=True)  # valid tokens first
     rewards, mask, squared = (x.gather(1, order) for x in (token_level_rewards, response_mask, squared_score))
     weights = None if rollout_is_weights is None else rollout_is_weights.gather(1, order)
-    pair = compute_optimal_token_baseline_advantage(rewards, mask, index, squared, weights, singleton)
-    advantages, returns = (torch.zeros_like(x).scatter(1, order, x) for x in pair)
+    by_order = optimal_token_baseline(
+        rewards, mask, index, squared_score=squared, rollout_is_weights=weights, singleton=singleton
+    )
+    advantages, returns = (torch.zeros_like(x).scatter(1, order, x) for x in by_order)
     return advantages, returns

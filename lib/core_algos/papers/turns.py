@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lib.core_algos.advantages import Pair, compute_grpo_outcome_advantage
+from lib.core_algos.advantages import Advantages, compute_grpo_outcome_advantage
 from lib.core_algos.reductions import (
     Index,
     _keep,
     _outcome_scores,
     _rewards_dtype,
 )
+from lib.declared import Discount, NonNegative, Positive, Singleton
 
 
 class Turns(NamedTuple):
@@ -25,7 +26,9 @@ class Turns(NamedTuple):
     group: Tensor  # (N,)
     scores: Tensor  # (N,): R_i
     alive: Tensor  # (B,) bool
-    spread: Callable[[Tensor], Pair]  # A of each turn, in the order of `exists`, -> advantages (B, T), returns (B, T)
+    spread: Callable[
+        [Tensor], Advantages
+    ]  # A of each turn, in the order of `exists`, -> advantages (B, T), returns (B, T)
 
 
 def _turns(rewards: Tensor, mask: Tensor, index: Index, turn_numbers: Tensor | None) -> Turns:
@@ -42,7 +45,7 @@ def _turns(rewards: Tensor, mask: Tensor, index: Index, turn_numbers: Tensor | N
     of_turns = tokens.new_zeros(len(turn), K).scatter_add(1, turn, tokens)
     exists = torch.arange(K) <= turn.amax(1, keepdim=True)
 
-    def spread(values: Tensor) -> Pair:
+    def spread(values: Tensor) -> Advantages:
         rows = values.new_zeros(mask.shape)
         rows[alive] = torch.zeros_like(of_turns).masked_scatter(exists, values).gather(1, turn)
         advantages = _keep(rows.to(mask.device), mask)
@@ -62,19 +65,19 @@ def _pairs(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([a, b], 1).unique(dim=0, return_inverse=True)[1]
 
 
-def compute_gigpo_advantage(
+def gigpo(
     token_level_rewards,
     response_mask,
     index,
     *,
     anchor_states,
     turn_numbers=None,
-    gamma=0.95,
-    turn_coef=1.0,
-    epsilon=1e-6,
-    norm_adv_by_std_in_grpo=True,
-    singleton="raw",
-) -> Pair:
+    gamma: Discount = 0.95,
+    turn_coef: NonNegative = 1.0,
+    epsilon: Positive = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    singleton: Singleton = "raw",
+) -> Advantages:
     """GiGPO, arXiv 2505.10978: A_ik = A^E_i + turn_coef·A^S_ik on the tokens of turn k.
 
     A^E_i is GRPO's advantage of the episode, by its R_i. A^S_ik is GRPO's advantage of the turn, by its return
@@ -92,16 +95,17 @@ def compute_gigpo_advantage(
     return turns.spread(episode[row] + turn_coef * step)
 
 
-def compute_mt_grpo_advantage(
+def mt_grpo(
     token_level_rewards,
     response_mask,
     index,
+    *,
     turn_numbers=None,
-    turn_coef=1.0,
-    epsilon=1e-6,
-    norm_adv_by_std_in_grpo=True,
-    singleton="raw",
-) -> Pair:
+    turn_coef: NonNegative = 1.0,
+    epsilon: Positive = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    singleton: Singleton = "raw",
+) -> Advantages:
     """Turn-level GRPO (MT-GRPO), arXiv 2505.11821: A_ik = A^O_i + turn_coef·A^T_ik; in the last turn A^O_i alone.
 
     The reward of the last turn is the outcome; A^O_i is GRPO's advantage by it. A^T_ik is GRPO's advantage of r_ik
