@@ -19,11 +19,11 @@ from pathlib import Path
 from lib import InputError, is_first_on_node
 from lib.cli.process import SANDBOX_LEVEL as ACCEPTED
 from lib.cli.process import accept_sandbox as accept  # noqa: F401
-from lib.sandbox import zygote
-from lib.sandbox.zygote import receive, send
+from lib.sandbox.values import receive, send
 
 GRACE = 10  # seconds that a sandbox may take to start, and to end
 ROOT = Path(__file__).parents[2]  # the folder of lib/ and rewards/
+ZYGOTE = Path(__file__).with_name("zygote.py")  # runs with Python's standard library alone
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 HOLDS = {  # the strongest level first
@@ -127,7 +127,7 @@ class Shell:
 
 def _start_zygote(module: str) -> socket.socket:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-S", "-s", "-P", "-B", zygote.__file__]
+    command = [sys.executable, "-S", "-s", "-B", str(ZYGOTE)]
     if module:
         command += [module, str(ROOT), sysconfig.get_path("purelib")]
     with theirs:
