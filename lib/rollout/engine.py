@@ -71,7 +71,6 @@ class RolloutEngine(Protocol):
     shares_weights: bool = False  # whether it samples with the trainer's own tensors, which no copy rounds or merges
     takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
-    takes_adapters: bool = False  # whether it can be made with lora_sync="adapter"
     gives_routes: bool = False  # whether it returns routed_experts if `route_layers` is set
 
     version: int | None = None  # of the weights that it holds; None before the first load_weights

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, broadcast, compute_device, new_cpu_subgroup
+from lib.distributed import Part, all_gather_lists, broadcast, compute_device, new_cpu_subgroup
 from lib.model.vision import family_of
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
@@ -35,7 +35,7 @@ from lib.seeds import seeded
 BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype", "seed": "--seed"}
 BY_FLAG |= {"max_model_len": "--max-prompt-length, --max-response-length and --multi-turn.context-window"}
 BY_FLAG |= {"limit_mm_per_prompt": "--max-images"}
-BY_FLAG |= {"enable_lora": "--lora-sync", "max_lora_rank": "--lora-rank"}
+BY_FLAG["max_lora_rank"] = "--lora-rank"
 BY_FLAG["enable_return_routed_experts"] = "--routing-replay"
 BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
 BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
@@ -140,10 +140,10 @@ def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
 
     rank, ranks = model.peft_config["default"].r, get_args(MaxLoRARanks)
     if rank > max(ranks):
-        raise UnsupportedAdapter(f"--lora-rank {rank}: vLLM takes adapters up to {max(ranks)}: take --lora-sync merged")
+        raise UnsupportedAdapter(f"--lora-rank {rank}: vLLM takes adapters up to {max(ranks)}")
     known = ModelRegistry.models.get(name := model.config.architectures[0])
     if known is None or not supports_lora(known.load_model_cls()):
-        raise UnsupportedAdapter(f"--lora-sync adapter: vLLM has no LoRA for {name}: take --lora-sync merged")
+        raise UnsupportedAdapter(f"vLLM has no LoRA for {name}")
     return {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= rank), "max_loras": 1}
 
 
@@ -154,16 +154,17 @@ class VLLMEngine(SteppedEngine):
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
     the same requests in the same order on all of them: generate, step and the end of a session are their collectives.
 
-    more: further settings of vLLM, which check_vllm_kwargs has seen. lora_sync: --lora-sync. start: of engine_settings.
-    Raises InputError as engine_settings, or if vLLM refuses a setting; UnsupportedAdapter if lora_sync is "adapter"."""
+    In 16 bits vLLM gets LoRA's adapters, if it takes them, since W + dW would lose small updates. Otherwise they come
+    merged into the weights, which costs nothing while sampling. `enable_lora` in `more` overrides this choice.
 
-    takes_images = takes_adapters = gives_routes = True
+    more: further settings of vLLM, which check_vllm_kwargs has seen. start: of engine_settings. Raises InputError as
+    engine_settings, or if vLLM refuses a setting; UnsupportedAdapter if it cannot take an adapter asked for."""
+
+    takes_images = gives_routes = True
     long_steps = False  # a step is one token; requests come and go at each step
 
-    def __init__(
-        self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, lora_sync="merged", **start
-    ):
-        self._device = compute_device(model)
+    def __init__(self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, **start):
+        self._device, self.dtype = compute_device(model), dtype
         on_gpu = self._device.type != "cpu"
         settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
@@ -180,20 +181,22 @@ class VLLMEngine(SteppedEngine):
         settings |= {"enable_sleep_mode": on_gpu, "weight_transfer_config": {"backend": "direct"}}
         if several := dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
-        settings |= (more or {}) | self._lora_settings(model, lora_sync)
+        more = dict(more or {})
+        self._asks_for_lora: bool | None = more.pop("enable_lora", None)
+        settings |= more | self._lora_settings(model)
         try:
             with own_generators(self._device), seeded("vllm"), _groups_of_one():  # vLLM seeds the global ones
                 self.llm = vllm.LLM(str(folder if settings.get("enforce_eager") else cached(folder)), **settings)
         except (ValueError, TypeError) as error:
             if not more:
                 raise
-            raise InputError(f"--vllm-kwargs {json.dumps(dict(more))}: vLLM refuses them: {error}") from error
+            raise InputError(f"--vllm-kwargs {json.dumps(more)}: vLLM refuses them: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
         if several and not on_gpu:
             dist.barrier()  # all ranks have it open: whatever ends the run leaves none behind
             for file in Path("/dev/shm").glob(f"{name}-*"):
                 file.unlink(missing_ok=True)
-        self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
+        self.pad_token_id, self.can_sleep = tokenizer.pad_token_id, on_gpu
         self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), start["max_length"]
         self.shared = ranks > 1
         self._ranks = new_cpu_subgroup(ranks) if self.shared else None
@@ -206,40 +209,55 @@ class VLLMEngine(SteppedEngine):
         self._lora: Any = None  # the LoRARequest of each request
         self.sleep()
 
-    def _lora_settings(self, model: PreTrainedModel, lora_sync: str) -> dict[str, Any]:
-        if getattr(model, "peft_config", None) is None or lora_sync == "merged":
+    def _lora_settings(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Sets lora_sync. Returns the settings of an engine that takes adapters, if it is to get them."""
+        asked = self.dtype != torch.float32 if self._asks_for_lora is None else self._asks_for_lora
+        if getattr(model, "peft_config", None) is None or not asked:
             return {}
+        self.lora_sync = "adapter"
         try:
-            settings, self.lora_sync = adapter_settings(model), lora_sync
+            return adapter_settings(model)
         except UnsupportedAdapter as error:
-            if lora_sync == "adapter":
-                raise
-            if is_first_on_node():
-                print(f"--lora-sync auto: merged: {error}", flush=True)
+            self._merge_from_now_on(error)
             return {}
-        return settings
+
+    def _merge_from_now_on(self, error: UnsupportedAdapter) -> None:
+        """Raises the error if adapters were asked for."""
+        if self._asks_for_lora:
+            raise error
+        self.lora_sync = "merged"
+        if is_first_on_node():
+            print(f"LoRA: vLLM gets merged weights, which lose small updates in {self.dtype}: {error}", flush=True)
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
         """Streams the trainer's weights into the engine, one whole tensor at a time; those below an adapter once. A
-        collective. Raises UnsupportedAdapter."""
+        collective. Raises UnsupportedAdapter, if adapters were asked for."""
         self._finish_steps()
         if self.can_sleep:
             self.llm.wake_up(["weights"])  # the KV cache wakes later: it and the update's memory never add up
-        merged = self.lora_sync == "merged"
-        if merged or self._base is None:
-            stream = CheckedStream(model, self.dtype, "merged" if merged else "base")
-            self.llm.start_weight_update()
-            self.llm.update_weights({"update_info": {"weights": stream}})
-            self.llm.finish_weight_update(weight_version=str(version))
-            self._base, self._lora, checksum = None if merged else stream.checksum, None, stream.checksum
-        if not merged:
-            checksum = (self._base + self._load_adapter(model)) % (1 << 64)
+        if self.lora_sync == "adapter":
+            try:
+                self._base = self._load(model, version, "base") if self._base is None else self._base
+                checksum = (self._base + self._load_adapter(model)) % (1 << 64)
+            except UnsupportedAdapter as error:
+                self._merge_from_now_on(error)
+        if self.lora_sync == "merged":
+            checksum, self._base = self._load(model, version, "merged"), None
         if not self.llm.reset_prefix_cache():  # cached prefixes hold keys and values of the old weights
             raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
         self.llm.llm_engine.reset_encoder_cache()  # features of images, by the old weights
         self.version, self.checksum = version, checksum
         if self.can_sleep:
             self.llm.wake_up(["kv_cache"])
+
+    def _load(self, model: PreTrainedModel, version: int, part: Part) -> int:
+        """Gives vLLM the model's weights without an adapter. Returns their checksum."""
+        stream = CheckedStream(model, self.dtype, part)
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"weights": stream}})
+        self.llm.finish_weight_update(weight_version=str(version))
+        self._lora = None
+        return stream.checksum
 
     def _load_adapter(self, model: PreTrainedModel) -> int:
         """Gives vLLM the adapter as a new one. Returns its checksum."""
@@ -252,7 +270,7 @@ class VLLMEngine(SteppedEngine):
         try:
             self.llm.collective_rpc(load_adapter, args=(dict(stream), config.r, config.lora_alpha, number))
         except ValueError as error:
-            raise UnsupportedAdapter(f"--lora-sync adapter: {error}: take --lora-sync merged") from error
+            raise UnsupportedAdapter(str(error)) from error
         self._lora = LoRARequest(f"adapter-{number}", number, "in memory")
         return stream.checksum
 

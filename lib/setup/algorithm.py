@@ -50,8 +50,7 @@ def check_algorithm(args: ScriptArgs, device: torch.device) -> dict:
     core_algos.check_token_masks(args.token_masks.settings(args.loss))
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and not engine_class(args.rollout.engine).shares_weights
-    merged &= args.rollout.lora_sync != "adapter"
-    # the engine gets W + dW, which 16 bits may round to W
+    # the engine may get W + dW, which 16 bits may round to W
     rounded = merged and get_compute_dtype(args.model.compute_dtype, device) != torch.float32
     loss_corrects = args.old_log_probs == "rollout" or "rollout_log_probs" in Reads(args).columns()[1]
     if (args.rollout.async_level or rounded) and not loss_corrects:
