@@ -33,7 +33,7 @@ from lib.cli.secrets import private
 from lib.distributed import OVER, JobOver, World, address_towards, broadcast, is_on_one_node, job_store, own_devices
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage
 from lib.rollout.servers import ANSWER_S, HEALTH_S
-from lib.rollout.vllm_engine import cached, engine_settings, save_files
+from lib.rollout.vllm_start import cached, engine_settings, save_files
 
 PROGRAM = ["-m", "vllm.entrypoints.openai.api_server"]  # for the Python of the engine rank
 ROOT = Path(__file__).parent.parent.parent

@@ -120,7 +120,7 @@ def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None)
         except ImportError as error:
             why = f"vLLM cannot be imported ({error})"
             raise InputError(f"--rollout-engine vllm: {why}; use --rollout-engine hf") from error
-        from lib.rollout.vllm_engine import check_vllm_kwargs
+        from lib.rollout.vllm_start import check_vllm_kwargs
 
         check_vllm_kwargs(vllm_kwargs or {}, [setting.name for setting in fields(EngineArgs)])
 

@@ -1,150 +1,27 @@
 """The engine `vllm`: vLLM inside this process."""
 
-import copy
 import json
 import os
-import shutil
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from difflib import get_close_matches
-from hashlib import sha256
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from textwrap import shorten
-from typing import Any, get_args
+from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import Part, all_gather_lists, broadcast, compute_device, new_cpu_subgroup
-from lib.model.vision import family_of
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, stop_token_ids
+from lib.rollout.vllm_start import adapter_settings, cached, engine_settings, prepare_for_cpu, save_files
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
-
-# settings of vLLM: the flag that sets each
-BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype", "seed": "--seed"}
-BY_FLAG |= {"max_model_len": "--max-prompt-length, --max-response-length and --multi-turn.context-window"}
-BY_FLAG |= {"limit_mm_per_prompt": "--max-images"}
-BY_FLAG["max_lora_rank"] = "--lora-rank"
-BY_FLAG["enable_return_routed_experts"] = "--routing-replay"
-BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
-BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
-FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
-FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
-FIXED += ["pipeline_parallel_size", "max_loras"]
-CACHED_S = 30 * 86400.0  # how long files of an engine stay in the cache after their last use
-
-
-def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
-    """known: the names that vLLM's EngineArgs have. Raises InputError for others, and for what is set here."""
-    for name in settings:
-        if name not in known:
-            near = "".join(f"; {near}?" for near in get_close_matches(name, known, 1))
-            raise InputError(f"--vllm-kwargs {name}: vLLM has no such setting{near}")
-        if name in BY_FLAG:
-            raise InputError(f"--vllm-kwargs {name}: set it by {BY_FLAG[name]}")
-        if name in FIXED:
-            raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
-
-
-def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: ProcessorMixin | None) -> None:
-    """The folder from which a vLLM engine starts: all but weights."""
-    config = copy.deepcopy(model.config)
-    # vLLM asks the language part, transformers the whole. A head that is not tied there has weights that no sync gives
-    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
-    config.save_pretrained(folder)
-    if processor is not None:
-        processor.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def cached(folder: Path) -> Path:
-    """A folder with the same files, whose path depends on nothing but them: vLLM looks up what it has compiled by the
-    model's path, and compiles for 20 to 60 s where that is new. It is in the user's cache, for CACHED_S after its last
-    use; `folder` itself where the cache cannot be written. The files are no weights, so they are copied."""
-    name = _content_hash(folder)
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "plainrl", "engines")
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if cache.stat().st_uid != os.getuid():
-            raise PermissionError(f"{cache} belongs to another user")  # who could exchange what is in it
-        if not (cache / name).exists():
-            with TemporaryDirectory(dir=cache) as aside:
-                made = shutil.copytree(folder, Path(aside, name))
-                with suppress(OSError):  # another process was first
-                    made.rename(cache / name)
-        if _content_hash(cache / name) != name:
-            raise FileNotFoundError(f"{cache / name} is damaged: delete it")
-        os.utime(cache / name)
-        for other in cache.iterdir():
-            with suppress(FileNotFoundError):  # another process deletes, too
-                if other.stat().st_mtime < time.time() - CACHED_S:
-                    shutil.rmtree(other, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # the latter: there is no home
-        if is_first_on_node():
-            why = shorten(str(error), 200, placeholder=" ...")
-            print(f"note: vLLM compiles anew, because the model's files are not in a cache: {why}", flush=True)
-        return folder
-    return cache / name
-
-
-def _content_hash(folder: Path) -> str:
-    files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-    hashes = {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
-    return sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def engine_settings(
-    model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, rows=256, processor=None, max_images=0
-) -> dict[str, Any]:
-    """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
-    Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
-    otherwise than training."""
-    on_gpu = compute_device(model).type != "cpu"
-    heads = model.config.get_text_config().num_attention_heads
-    if heads % ranks:
-        why = f"the model's {heads} attention heads must be a multiple of it"
-        raise InputError(f"--rollout-tensor-parallel-size {ranks}: {why}")
-    if processor is not None and family_of(model.config).bidirectional and not on_gpu:
-        why = "the tokens of an image see each other in this model, in vLLM on a CPU only those before"
-        raise InputError(f"--rollout-engine vllm: {why}: take hf")
-    settings: dict[str, Any] = {"load_format": "dummy", "seed": 0, "tensor_parallel_size": ranks}
-    settings["dtype"] = str(dtype).removeprefix("torch.")
-    settings["max_model_len"] = max(max_length, 33)  # the probe of sync_weights has 32 tokens and samples one
-    settings["generation_config"] = "vllm"  # the model's own would change requests
-    settings["logprobs_mode"] = "processed_logprobs"  # at the sampling temperature, after top-p, top-k and min-p
-    if max_images:
-        settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
-        settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
-    if on_gpu:
-        return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": rows}
-    settings["max_num_seqs"] = 512  # a step of a tiny model costs the scheduler's time, not that of its rows
-    # seeded requests and chunked prefill crash on a CPU
-    return settings | {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
-
-
-def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """With which vLLM samples with the model's LoRA adapter. Raises UnsupportedAdapter if it cannot."""
-    from vllm.config.lora import MaxLoRARanks
-    from vllm.model_executor.models import ModelRegistry, supports_lora
-
-    rank, ranks = model.peft_config["default"].r, get_args(MaxLoRARanks)
-    if rank > max(ranks):
-        raise UnsupportedAdapter(f"--lora-rank {rank}: vLLM takes adapters up to {max(ranks)}")
-    known = ModelRegistry.models.get(name := model.config.architectures[0])
-    if known is None or not supports_lora(known.load_model_cls()):
-        raise UnsupportedAdapter(f"vLLM has no LoRA for {name}")
-    return {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= rank), "max_loras": 1}
 
 
 class VLLMEngine(SteppedEngine):
@@ -170,7 +47,7 @@ class VLLMEngine(SteppedEngine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if not on_gpu:
-            _prepare_for_cpu(name := broadcast(f"plainrl-{uuid4().hex}"))
+            prepare_for_cpu(name := broadcast(f"plainrl-{uuid4().hex}"))
         import vllm
 
         from lib.rollout import vllm_weights  # noqa: F401  the import registers the backend
@@ -386,49 +263,6 @@ def own_generators(device: torch.device) -> AbstractContextManager[None]:
     all GPUs, and warns."""
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type)
-
-
-def _prepare_for_cpu(name: str) -> None:
-    """name: of the engine's shared memory."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    import vllm.v1.sample.sampler as sampler
-
-    counter = sampler.batched_count_greater_than  # uncompiled: saves a C++ compilation of many seconds
-    sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
-    _rotate_heads_on_cpu()
-    _name_shared_memory(name)
-    # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s import,
-    # makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
-    if llvm := sys.modules.get("llvmlite.binding.ffi"):
-        llvm.lib._fntab["__dict__"] = {}
-
-
-def _name_shared_memory(name: str) -> None:
-    """Under a launcher vLLM for CPUs gives the shared memory of an engine of several ranks the same name in each job: a
-    second job would meet the first one's, or what a killed one has left behind."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
-
-    def own_name(group: Any) -> str:
-        return f"{name}-{group.unique_name}-{'-'.join(map(str, group.ranks))}"
-
-    SharedMemory.make_group_name = staticmethod(own_name)
-
-
-def _rotate_heads_on_cpu() -> None:
-    """vLLM's rotary kernel for CPUs takes the wrong elements of a query (tokens, heads, size), which DeepSeek has."""
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    kernel = RotaryEmbedding.forward_cpu
-    if kernel.__name__ != "forward_cpu":  # done by an earlier engine
-        return
-
-    def rotate(rotary, positions, query, key=None):
-        if query.dim() == 2:
-            return kernel(rotary, positions, query, key)
-        return rotary.forward_native(positions, query, key)
-
-    RotaryEmbedding.forward_cpu = rotate
 
 
 @contextmanager

@@ -62,8 +62,9 @@ from lib.rollout import (
 from lib.rollout.engine import stop_token_ids
 from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
 from lib.rollout.server_engine import NEUTRAL
-from lib.rollout.vllm_engine import CheckedStream, VLLMEngine, adapter_settings
-from lib.rollout.weight_sync import UnsupportedAdapter
+from lib.rollout.vllm_engine import VLLMEngine
+from lib.rollout.vllm_start import adapter_settings
+from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter
 from lib.run.checkpoint import write_adapter
 from tests.common import TOY_MODEL, give_generation_config, parse_flags, randomize_lora_b, rollout_batch, save_tiny
 from tools.mismatch import Batch
