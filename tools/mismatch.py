@@ -38,7 +38,8 @@ from lib.distributed import full_tensor, iter_full_params
 from lib.model import NEVER, add_lora, least_kept, load_model, load_tokenizer, log_probs_of
 from lib.model.log_probs import batched_log_probs
 from lib.rollout import Rollouts
-from lib.rollout.hf_engine import GroupLayer, HFEngine
+from lib.rollout.group_cache import GroupLayer
+from lib.rollout.hf_engine import HFEngine
 from lib.rollout.replay import recorded_steps
 from lib.run.run_config import read_json
 from lib.sampling import Sampling

@@ -25,12 +25,12 @@ from lib import InputError
 from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
 from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
-from lib.model.routing import ROUTES, extended_routes, unpack_routes
+from lib.model.routing import ROUTES, extended_routes
 from lib.rollout import Generated, RolloutEngine, add_responses, turn_seed
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, check_expanded, report_states, stop_token_ids
 from lib.rollout.managed_servers import ManagedServers
 from lib.rollout.server_weights import ServerWeights
-from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers
+from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers, answered
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
@@ -54,6 +54,11 @@ class Pictures(NamedTuple):
 
     ids: list[int]  # the prompt, expanded
     parts: list[dict]
+
+
+def is_over(pid: int) -> bool:
+    """Whether the run of this process has ended: it is gone, or this process, which begins another run."""
+    return pid == os.getpid() or not psutil.pid_exists(pid)
 
 
 class ServerEngine(RolloutEngine):
@@ -100,22 +105,19 @@ class ServerEngine(RolloutEngine):
 
     def _take_lease(self, seconds: float) -> None:
         """Takes or renews the lease on servers that the job did not start, if they have vllm_weights.py's extension: a
-        second run would change their weights. A run that is resumed, or has ended on this host, has none any more.
-        Raises InputError."""
+        second run would change their weights. A resumed run gets it at once, as does one that follows an ended run on
+        this host. Raises InputError."""
         if self.own is not None or self.weights.way == "reload_weights":
             return
         for url in self.servers.urls:
             take = partial(self.servers.on_workers, url, "take_lease", ours=self._lease, seconds=seconds)
             [holder, *_] = take().result()["results"]
-            if holder is None:
-                continue
-            gone = holder["pid"] == os.getpid() or not psutil.pid_exists(holder["pid"])
-            if holder["run"] == self._lease["run"] or (gone and holder["host"] == self._lease["host"]):
-                take(over=holder).result()
-                continue
-            who = f"the run {holder['run']} (pid {holder['pid']} on {holder['host']}) uses this server"
-            how = f"end that run, or start another server; a run that was killed has it for {LEASE_S:.0f} s"
-            raise InputError(f"--rollout-engine {url}: {who}: {how}")
+            if holder and holder["host"] == self._lease["host"] and is_over(holder["pid"]):
+                [holder, *_] = take(over=holder).result()["results"]
+            if holder:
+                who = f"the run {holder['run']} (pid {holder['pid']} on {holder['host']}) uses this server"
+                how = f"end that run, or start another server; a run that was killed has it for {LEASE_S:.0f} s"
+                raise InputError(f"--rollout-engine {url}: {who}: {how}")
 
     def _check_server(self, url: str, max_length: int) -> None:
         served = self.servers.ask(url, "GET", "/v1/models")["data"][0]
@@ -391,9 +393,8 @@ class ServerEngine(RolloutEngine):
             return await self.servers.generate(url, prompt_ids, self._whole(settings))
         choice = await self._complete(url, prompt_ids, pictures, **settings)
         log_probs = choice["logprobs"]["token_logprobs"] if choice["token_ids"] else []
-        routes = choice.get(ROUTES)
-        generated = Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
-        return replace(generated, routed_experts=None if routes is None else unpack_routes(routes))
+        found = {"token_ids": choice["token_ids"] or [], "log_probs": log_probs, ROUTES: choice.get(ROUTES)}
+        return answered(found | {"finish_reason": as_finish_reason(choice["finish_reason"])})
 
     async def _complete(self, url: str, prompt_ids: list[int], pictures: Pictures | None = None, **settings) -> dict:
         if pictures is not None:

@@ -32,14 +32,14 @@ class ServerLost(InputError):
 
 @dataclass
 class Batch:
-    """Requests by their ids, with a future for the answer of each, and the ids of earlier ones to abort."""
+    """Requests, with a future for the answer to each, and the ids of earlier requests to abort."""
 
-    begin: dict[str, tuple[dict, asyncio.Future]] = field(default_factory=dict)
+    begin: list[tuple[dict, asyncio.Future]] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
 
 
 def answered(found: dict) -> Generated:
-    """Of a line that vllm_batches.py writes."""
+    """Of a line that vllm_batches.py writes, or of a choice that a server answers."""
     routes = found.get(ROUTES)
     return Generated(**found | {ROUTES: None if routes is None else unpack_routes(routes)})
 
@@ -118,19 +118,18 @@ class Servers:
         """What a server with the route of vllm_batches.py samples. Requests of one moment travel together."""
         name, answer = f"{self._name} {next(self._numbers)}", self.loop.create_future()
         request = {"id": name, "prompt_token_ids": prompt_ids, "settings": settings}
-        self._next_batch(url).begin[name] = request, answer
+        self._next_batch(url).begin.append((request, answer))
         try:
             found = await answer
         except asyncio.CancelledError:
-            if self._next_batch(url).begin.pop(name, None) is None:
-                self._next_batch(url).abort.append(name)
+            self._next_batch(url).abort.append(name)
             raise
         if "error" in found:
             await self.request(url, "GET", "/health")
             raise InputError(f"--rollout-engine {url}: {found['error']}")
         return answered(found)
 
-    def _next_batch(self, url: str) -> "Batch":
+    def _next_batch(self, url: str) -> Batch:
         if url not in self._waiting:
             self._waiting[url] = Batch()
             self.loop.call_later(MOMENT_S, self._post, url)
@@ -143,10 +142,11 @@ class Servers:
             self._posts.add(post)
             post.add_done_callback(self._posts.discard)
 
-    async def _answer(self, url: str, batch: "Batch") -> None:
+    async def _answer(self, url: str, batch: Batch) -> None:
         """Gives each request its answer, or all that have none the reason."""
-        waiting = {name: answer for name, (_, answer) in batch.begin.items()}
-        order = {"begin": [request for request, _ in batch.begin.values()], "abort": batch.abort}
+        begin = [(request, answer) for request, answer in batch.begin if not answer.cancelled()]
+        waiting = {request["id"]: answer for request, answer in begin}
+        order = {"begin": [request for request, _ in begin], "abort": batch.abort}
         try:
             async with self._response(url, "POST", PATH, json=order) as response:
                 rest = b""

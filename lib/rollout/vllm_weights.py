@@ -7,7 +7,7 @@ copy of a tied output head, and the packed experts of a mixture."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,34 +181,28 @@ class WorkerExtension:
     vllm_config: Any
     device: torch.device
     model_runner: Any
-    reload_weights: Callable[..., None]
 
     def weight_transfer_backend(self) -> str | None:
         config = self.vllm_config.weight_transfer_config
         return config and config.backend
 
     def take_lease(self, ours: dict, seconds: float, over: dict | None = None) -> dict | None:
-        """Lends the server to the run `ours` for so many seconds. Returns None, or the other run, but not `over`, that
-        has it."""
-        holder, until = getattr(self, "_lease", (None, 0.0))
-        if holder not in (None, ours, over) and time.monotonic() < until:
+        """Lends the server to the run `ours` for so many seconds, also if `over` has it. Returns None, or the other run
+        that has it."""
+        holder, until = getattr(self, "_lease", (ours, 0.0))
+        if holder["run"] != ours["run"] and holder != over and time.monotonic() < until:
             return holder
         self._lease = ours, time.monotonic() + seconds
         return None
 
     def reload_from(self, weights_path: str) -> None:
-        """vLLM's reload_weights, which would leave stale caches on a CPU and lose weights of gpt-oss; this does not."""
-        model = self.model_runner.get_model()
-        if self.device.type == "cpu":
-            forget_packed_experts(model)
-        if is_gpt_oss(model):
-            sinks: list[tuple[str, torch.Tensor]] = []
-            files = sorted(str(file) for file in Path(weights_path).glob("*.safetensors"))
-            self.reload_weights(weights_iterator=split_experts(safetensors_weights_iterator(files, False), sinks))
-            model.load_weights(iter(sinks))
-        else:
-            self.reload_weights(weights_path=weights_path)
-        pack_linear_layers(model)
+        """vLLM's reload_weights would leave stale caches on a CPU and lose weights of gpt-oss."""
+        engine = DirectEngine(None, self.vllm_config, self.device, self.model_runner.get_model())
+        files = sorted(str(file) for file in Path(weights_path).glob("*.safetensors"))
+        engine.start_weight_update()
+        engine.load(safetensors_weights_iterator(files, False))
+        engine.finish_weight_update()
+        self.model_runner.reset_encoder_cache()
 
 
 for name, engine in {"direct": DirectEngine, "broadcast": BroadcastEngine}.items():

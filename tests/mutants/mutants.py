@@ -378,7 +378,7 @@ MUTANTS = {
         "the cache of prompts is not emptied at a sync",
         "engine_apart",
         2,
-        plant("lib.rollout.hf_engine:HFEngine._sample", f"self.model({PREFILL}", f"self.first_weights({PREFILL}"),
+        plant("lib.rollout.hf_engine:HFEngine._prefill", f"self.model({PREFILL}", f"self.first_weights({PREFILL}"),
         COPY,
     ),
     "top_p_unaccounted": Mutant(

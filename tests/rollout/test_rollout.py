@@ -60,7 +60,8 @@ from lib.rollout import (
     weight_checksum,
 )
 from lib.rollout.engine import stop_token_ids
-from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
+from lib.rollout.group_cache import ROOM, GroupCache, GroupLayer, can_group
+from lib.rollout.hf_engine import sample_tokens
 from lib.rollout.server_engine import NEUTRAL
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.vllm_start import adapter_settings
