@@ -20,9 +20,8 @@ LONGEST_RESULT = 2**20  # bytes, as JSON
 
 
 def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
-    """The function of a spec. For "data_source" that is the one of rewards/, whose `modules` are imported now.
-    time_limit_s: the seconds for a response, given to a function that has this parameter, so that it can end in time by
-    itself; None: the function's default."""
+    """The function of a spec; for "data_source", rewards.compute_score, whose `modules` are imported now.
+    time_limit_s: for a response; a function with this parameter gets it, to end in time by itself."""
     for module in modules:
         importlib.import_module(module)
     by_source = spec == BY_DATA_SOURCE

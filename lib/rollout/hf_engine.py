@@ -95,8 +95,8 @@ class HFEngine(SteppedEngine):
         stop_ids = self.stop_ids.to(device)
         seeds, limits = torch.tensor(row_seeds, device=device), torch.tensor(row_limits, device=device)  # (R,)
 
-        prompts, prompt_of_row = distinct_prompts(prompt_ids, media)
-        prompt_of_row = torch.tensor(prompt_of_row, device=device)
+        prompts, numbers = distinct_prompts(prompt_ids, media)
+        prompt_of_row = torch.tensor(numbers, device=device)  # (R,)
         ids, mask = left_padded([own for own, _ in prompts], self.pad_token_id, device)  # (n, P)
         cache = DynamicCache(config=self.model.config)
         logits, positions = self._prefill(ids, mask, [own for _, own in prompts], cache)
