@@ -25,17 +25,18 @@ from lib.seeds import seeded
 
 
 class VLLMEngine(SteppedEngine):
-    """A vLLM engine inside this process, on CPU or GPU, which takes weights in memory. It starts with dummy weights,
-    from a folder that holds only config and tokenizer. A generate before the first load_weights is refused.
+    """A vLLM engine inside this process, on CPU or GPU, which takes weights in memory. It starts with dummy
+    weights, from a folder with config and tokenizer, and refuses to sample before the first load_weights.
 
-    `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
-    the same requests in the same order on all of them: generate, step and the end of a session are their collectives.
+    `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but
+    vLLM needs all of them in the same order everywhere: generate, step and the end of a session are
+    collectives of these ranks.
 
-    In 16 bits vLLM gets LoRA's adapters, if it takes them, since W + dW would lose small updates. Otherwise they come
-    merged into the weights, which costs nothing while sampling. `enable_lora` in `more` overrides this choice.
+    In 16 bits vLLM gets LoRA's adapters, if it takes them, since W + dW would lose small updates. Otherwise
+    they are merged into the weights, which costs nothing while sampling. `enable_lora` in `more` decides it.
 
-    more: further settings of vLLM, which check_vllm_kwargs has seen. start: of engine_settings. Raises InputError as
-    engine_settings, or if vLLM refuses a setting; UnsupportedAdapter if it cannot take an adapter asked for."""
+    more: further settings of vLLM, from --vllm-kwargs. start: of engine_settings. Raises InputError if vLLM
+    cannot start so, UnsupportedAdapter if it cannot take an adapter that was asked for."""
 
     takes_images = gives_routes = True
     long_steps = False  # a step is one token; requests come and go at each step
@@ -62,8 +63,9 @@ class VLLMEngine(SteppedEngine):
         self._asks_for_lora: bool | None = more.pop("enable_lora", None)
         settings |= more | self._lora_settings(model)
         try:
-            with own_generators(self._device), seeded("vllm"), _groups_of_one():  # vLLM seeds the global ones
-                self.llm = vllm.LLM(str(folder if settings.get("enforce_eager") else cached(folder)), **settings)
+            path = folder if settings.get("enforce_eager") else cached(folder)
+            with own_generators(self._device), seeded("vllm"), _groups_of_one():
+                self.llm = vllm.LLM(str(path), **settings)
         except (ValueError, TypeError) as error:
             if not more:
                 raise
@@ -78,7 +80,7 @@ class VLLMEngine(SteppedEngine):
         self.shared = ranks > 1
         self._ranks = new_cpu_subgroup(ranks) if self.shared else None
         self._place = dist.get_rank() % ranks
-        self._submitted: dict[str, tuple] = {}  # (prompt, sampling, seed) of requests that begin at the next step
+        self._submitted: dict[str, tuple] = {}  # (prompt, sampling, seed); they begin at the next step
         self._aborted: list[str] = []
         self._running: dict[str, Media | None] = {}
         self._base: int | None = None  # the checksum of the weights below an adapter
@@ -87,7 +89,7 @@ class VLLMEngine(SteppedEngine):
         self.sleep()
 
     def _lora_settings(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Sets lora_sync. Returns the settings of an engine that takes adapters, if it is to get them."""
+        """Sets lora_sync. Returns the settings for adapters, if there are to be any."""
         asked = self.dtype != torch.float32 if self._asks_for_lora is None else self._asks_for_lora
         if getattr(model, "peft_config", None) is None or not asked:
             return {}
@@ -104,14 +106,15 @@ class VLLMEngine(SteppedEngine):
             raise error
         self.lora_sync = "merged"
         if is_first_on_node():
-            print(f"LoRA: vLLM gets merged weights, which lose small updates in {self.dtype}: {error}", flush=True)
+            what = f"vLLM gets merged weights, which lose small updates in {self.dtype}"
+            print(f"LoRA: {what}: {error}", flush=True)
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Streams the trainer's weights into the engine, one whole tensor at a time; those below an adapter once. A
-        collective. Raises UnsupportedAdapter, if adapters were asked for."""
+        """Streams the trainer's weights into the engine, tensor by tensor; those below an adapter only once.
+        A collective."""
         self._finish_steps()
         if self.can_sleep:
-            self.llm.wake_up(["weights"])  # the KV cache wakes later: it and the update's memory never add up
+            self.llm.wake_up(["weights"])  # the KV cache wakes after the update, whose memory it needs
         if self.lora_sync == "adapter":
             try:
                 self._base = self._load(model, version, "base") if self._base is None else self._base
@@ -120,8 +123,9 @@ class VLLMEngine(SteppedEngine):
                 self._merge_from_now_on(error)
         if self.lora_sync == "merged":
             checksum, self._base = self._load(model, version, "merged"), None
-        if not self.llm.reset_prefix_cache():  # cached prefixes hold keys and values of the old weights
-            raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
+        if not self.llm.reset_prefix_cache():  # it has keys and values of the old weights
+            why = "vLLM kept its prefix cache because requests are in flight"
+            raise WeightSyncError(f"version {version}: {why}")
         self.llm.llm_engine.reset_encoder_cache()  # features of images, by the old weights
         self.version, self.checksum = version, checksum
         if self.can_sleep:
@@ -145,16 +149,19 @@ class VLLMEngine(SteppedEngine):
         stream = CheckedStream(model, self.dtype, "adapter")
         config, number = model.peft_config["default"], next(self._adapters)
         try:
-            self.llm.collective_rpc(load_adapter, args=(dict(stream), config.r, config.lora_alpha, number))
+            adapter = dict(stream), config.r, config.lora_alpha, number
+            self.llm.collective_rpc(load_adapter, args=adapter)
         except ValueError as error:
             raise UnsupportedAdapter(str(error)) from error
         self._lora = LoRARequest(f"adapter-{number}", number, "in memory")
         return stream.checksum
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
-        [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
-        out = _checked(out, media)
-        return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
+        params = self._params(1, temperature=1.0, prompt_logprobs=0)
+        [output] = self._run([_prompt(ids, media)], [params])
+        _check_prompt(output, media)
+        tokens, log_probs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+        return torch.tensor([of[token].logprob for token, of in zip(tokens, log_probs)])
 
     def sleep(self) -> None:
         """On a GPU, frees weights and KV cache. Weights below an adapter stay in CPU memory."""
@@ -164,15 +171,15 @@ class VLLMEngine(SteppedEngine):
             self.version = self.checksum = None
 
     def _finish_steps(self) -> None:
-        """On a GPU vLLM starts a step before it has read the one before. So one more is running when the last request
-        has ended: with weights and memory that go away, and with experts that vLLM would keep for the next requests."""
+        """On a GPU vLLM starts a step before it has read the one before. So one more runs when the last request
+        has ended, with weights and memory that go away, and experts that vLLM would give the next requests."""
         core: Any = self.llm.llm_engine.engine_core
         while core.engine_core.batch_queue:
             self.llm.llm_engine.step()
 
     def close(self) -> None:
         if self.can_sleep and self.version is None:
-            self.llm.wake_up()  # vLLM would free again what it has freed to sleep, an error on NVIDIA GPUs
+            self.llm.wake_up()  # vLLM would free twice what it has freed to sleep, an error on NVIDIA GPUs
         self.llm.llm_engine.engine_core.shutdown()
 
     @contextmanager
@@ -192,7 +199,8 @@ class VLLMEngine(SteppedEngine):
         """Raises ValueError when the prompt is too long for the engine."""
         length = len(media.ids if media else prompt_ids)
         if length >= self.max_length:
-            raise ValueError(f"a prompt of {length} tokens; the engine's longest row is {self.max_length}")
+            longest = f"the engine's longest row is {self.max_length}"
+            raise ValueError(f"a prompt of {length} tokens; {longest}")
         self._submitted[request_id] = (_prompt(prompt_ids, media), sampling, seed)
         self._running[request_id] = media
 
@@ -218,9 +226,11 @@ class VLLMEngine(SteppedEngine):
             for request_id, (prompt, sampling, seed) in submitted.items():
                 params = self._params(**vllm_settings(sampling, seed))
                 engine.add_request(f"{place} {request_id}", prompt, params, lora_request=self._lora)
-        ended = {out.request_id: out for out in engine.step() if out.finished}
-        mine = {name: ended[full] for name in self._running if (full := f"{self._place} {name}") in ended}
-        done = {name: self._generated(out, self._running.pop(name)) for name, out in mine.items()}
+        ended = {output.request_id: output for output in engine.step() if output.finished}
+        done = {}
+        for request_id in [*self._running]:
+            if output := ended.get(f"{self._place} {request_id}"):
+                done[request_id] = self._generated(output, self._running.pop(request_id))
         return done, all(leaves for *_, leaves in everyones)
 
     def _exchange(self, mine) -> list:
@@ -231,18 +241,20 @@ class VLLMEngine(SteppedEngine):
         media = media_of(prompts)
         mine = [_prompt(ids, own) for ids, own in zip(prompts.non_tensor_batch["raw_prompt_ids"], media)]
         everyones = self._exchange((mine, seeds))
-        params = [self._params(**vllm_settings(sampling, seed)) for _, seeds in everyones for seed in seeds]
-        outputs = self._run([prompt for prompts, _ in everyones for prompt in prompts], params)
+        all_prompts = [prompt for prompts, _ in everyones for prompt in prompts]
+        all_seeds = [seed for _, seeds in everyones for seed in seeds]
+        params = [self._params(**vllm_settings(sampling, seed)) for seed in all_seeds]
+        outputs = self._run(all_prompts, params)
         before = sum(len(seeds) for _, seeds in everyones[: self._place])
         rows = [self._generated(out, own) for out, own in zip(outputs[before:], media)]
         return add_responses(prompts, rows, self.pad_token_id)
 
     def _generated(self, output, media: Media | None) -> Generated:
-        """Its prompt has the same tokens as in training."""
-        row = generated(_checked(output, media))
+        _check_prompt(output, media)
+        row = generated(output)
         if self.route_layers:
-            row.routed_experts = torch.from_numpy(output.outputs[0].routed_experts.astype("int16"))
-            row.routed_experts = row.routed_experts[:, self.route_layers]
+            routes = torch.from_numpy(output.outputs[0].routed_experts.astype("int16"))
+            row.routed_experts = routes[:, self.route_layers]
         return row
 
     def _params(self, max_tokens: int, **settings):
@@ -259,18 +271,18 @@ class VLLMEngine(SteppedEngine):
 
 
 def own_generators(device: torch.device) -> AbstractContextManager[None]:
-    """In it vLLM may advance torch's global generators, of the CPU and this device. By itself fork_rng takes those of
-    all GPUs, and warns."""
+    """In it vLLM may seed and advance torch's global generators, of the CPU and this device. By itself
+    fork_rng takes those of all GPUs, and warns."""
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type)
 
 
 @contextmanager
 def _groups_of_one() -> Iterator[None]:
-    """For a single process vLLM makes a dozen gloo groups, each with a port. Here it gets the default group instead."""
-    new_group = dist.new_group
+    """For a single process vLLM makes a dozen gloo groups, each with a port. The default backend has none."""
+    new_group, backend = dist.new_group, dist.get_backend()
     if dist.get_world_size() == 1:
-        dist.new_group = lambda ranks=None, **kwargs: new_group(ranks, **kwargs | {"backend": dist.get_backend()})
+        dist.new_group = lambda ranks=None, **kwargs: new_group(ranks, **kwargs | {"backend": backend})
     try:
         yield
     finally:
@@ -281,25 +293,29 @@ def _prompt(ids, media: Media | None) -> dict:
     """By the names of vLLM's TokensPrompt."""
     data = dict(media.data) if media else {}
     if "video" in data:
-        data["video"] = [(frames, of | {"do_sample_frames": False}) for frames, of in data["video"]]
+        no_sampling = {"do_sample_frames": False}
+        data["video"] = [(frames, of | no_sampling) for frames, of in data["video"]]
     return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": data} if data else {})
 
 
-def _checked(output, media: Media | None):
-    """The output, whose prompt has the same tokens as in training."""
+def _check_prompt(output, media: Media | None) -> None:
+    """Raises InputError unless the prompt has the same tokens as in training."""
     if media:
         check_expanded("vllm", media.ids, output.prompt_token_ids)
-    return output
 
 
 def request_params(**settings):
-    """vLLM's SamplingParams with these settings, for a request whose answer is read by `generated`."""
+    """vLLM's SamplingParams with these settings, for a request whose answer `generated` reads."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    # flat_logprobs: lists of numbers, not two objects a token; skip_clone: no other request uses this object
-    fixed = {"output_kind": RequestOutputKind.FINAL_ONLY, "skip_clone": True, "flat_logprobs": True}
-    return SamplingParams(detokenize="stop" in settings, **fixed, **settings)
+    return SamplingParams(
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize="stop" in settings,
+        flat_logprobs=True,  # lists of numbers, not two objects a token
+        skip_clone=True,  # no other request uses this object
+        **settings,
+    )
 
 
 def generated(output) -> Generated:
@@ -314,7 +330,8 @@ def vllm_settings(sampling: Sampling, seed: int) -> dict:
     settings: dict[str, Any] = {name: getattr(sampling, name) for name in same}
     settings |= {"max_tokens": sampling.max_response_length, "logprobs": 0, "seed": seed}
     if sampling.stop:
-        settings |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
+        settings |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+        settings["skip_special_tokens"] = False
     return settings
 
 

@@ -56,7 +56,7 @@ def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
 def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: ProcessorMixin | None) -> None:
     """The folder from which a vLLM engine starts: all but weights."""
     config = copy.deepcopy(model.config)
-    # vLLM asks the language part, transformers the whole. A head that is not tied there has weights that no sync gives
+    # vLLM asks the language part, transformers the whole model. An untied head would get no weights
     config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
     config.save_pretrained(folder)
     if processor is not None:
@@ -65,8 +65,8 @@ def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: Proce
 
 
 def cached(folder: Path) -> Path:
-    """A copy of the folder in the user's cache, at a path that depends on the files alone; `folder` if the cache cannot
-    be written. vLLM looks up what it has compiled by the model's path; at a new path it compiles for 20 to 60 s."""
+    """A copy of the folder in the user's cache, at a path that depends on the files alone; `folder` if the
+    cache cannot be written. vLLM looks up what it has compiled by this path: a new one takes 20 to 60 s."""
     name = _content_hash(folder)
     try:
         cache = _own_cache()
@@ -82,7 +82,8 @@ def cached(folder: Path) -> Path:
     except (OSError, RuntimeError) as error:  # the latter: there is no home
         if is_first_on_node():
             why = shorten(str(error), 200, placeholder=" ...")
-            print(f"note: vLLM compiles anew, because the model's files are not in a cache: {why}", flush=True)
+            note = "vLLM compiles anew, because the model's files are not in a cache"
+            print(f"note: {note}: {why}", flush=True)
         return folder
     return cache / name
 
@@ -111,9 +112,9 @@ def _content_hash(folder: Path) -> str:
 def engine_settings(
     model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, rows=256, processor=None, max_images=0
 ) -> dict[str, Any]:
-    """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
-    Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
-    otherwise than training."""
+    """The settings of every vLLM engine of a run, by the names of EngineArgs. For the parameters see
+    make_engine. Raises InputError if the model cannot be split over the ranks, or if vLLM computes prompts
+    with images otherwise than training."""
     on_gpu = compute_device(model).type != "cpu"
     heads = model.config.get_text_config().num_attention_heads
     if heads % ranks:
@@ -122,23 +123,27 @@ def engine_settings(
     if processor is not None and family_of(model.config).bidirectional and not on_gpu:
         why = "the tokens of an image see each other in this model, in vLLM on a CPU only those before"
         raise InputError(f"--rollout-engine vllm: {why}: take hf")
-    settings: dict[str, Any] = {"load_format": "dummy", "seed": 0, "tensor_parallel_size": ranks}
-    settings["dtype"] = str(dtype).removeprefix("torch.")
-    settings["max_model_len"] = max(max_length, 33)  # the probe of sync_weights has 32 tokens and samples one
-    settings["generation_config"] = "vllm"  # the model's own would change requests
-    settings["logprobs_mode"] = "processed_logprobs"  # at the sampling temperature, after top-p, top-k and min-p
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "seed": 0,
+        "tensor_parallel_size": ranks,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max(max_length, 33),  # the probe of sync_weights has 32 tokens and samples one
+        "generation_config": "vllm",  # the model's own would change requests
+        "logprobs_mode": "processed_logprobs",  # after temperature, top-p, top-k and min-p
+    }
     if max_images:
         settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
-        settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
+        settings["mm_device_do_normalize"] = False  # "dummy" would make its buffers random
     if on_gpu:
         return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": rows}
-    settings["max_num_seqs"] = 512  # a step of a tiny model costs the scheduler's time, not that of its rows
-    # seeded requests and chunked prefill crash on a CPU
-    return settings | {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
+    settings |= {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+    settings["enable_chunked_prefill"] = False  # with seeded requests it crashes on a CPU
+    return settings | {"max_num_seqs": 512}  # a step of a tiny model costs the scheduler's time
 
 
 def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """With which vLLM samples with the model's LoRA adapter. Raises UnsupportedAdapter if it cannot."""
+    """For an engine that takes the model's LoRA adapter. Raises UnsupportedAdapter if vLLM cannot."""
     from vllm.config.lora import MaxLoRARanks
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
@@ -148,7 +153,8 @@ def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
     known = ModelRegistry.models.get(name := model.config.architectures[0])
     if known is None or not supports_lora(known.load_model_cls()):
         raise UnsupportedAdapter(f"vLLM has no LoRA for {name}")
-    return {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= rank), "max_loras": 1}
+    largest = min(r for r in ranks if r >= rank)
+    return {"enable_lora": True, "max_lora_rank": largest, "max_loras": 1}
 
 
 def prepare_for_cpu(name: str) -> None:
@@ -157,19 +163,19 @@ def prepare_for_cpu(name: str) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     import vllm.v1.sample.sampler as sampler
 
-    counter = sampler.batched_count_greater_than  # uncompiled: saves a C++ compilation of many seconds
+    counter = sampler.batched_count_greater_than  # uncompiled: C++ takes many seconds to compile
     sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
     _rotate_heads_on_cpu()
     _name_shared_memory(name)
-    # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s import,
-    # makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
+    # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite (of numba, of bm25s) makes a
+    # C function for any attribute that is asked for, also for __dict__, and vLLM crashes
     if llvm := sys.modules.get("llvmlite.binding.ffi"):
         llvm.lib._fntab["__dict__"] = {}
 
 
 def _name_shared_memory(name: str) -> None:
-    """Under a launcher vLLM for CPUs gives the shared memory of an engine of several ranks the same name in each job: a
-    second job would meet the first one's, or what a killed one has left behind."""
+    """By itself vLLM for CPUs names the shared memory of several ranks alike in each job: a second job would
+    meet the first one's, or what a killed one has left behind."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
 
     def own_name(group: Any) -> str:
@@ -179,7 +185,7 @@ def _name_shared_memory(name: str) -> None:
 
 
 def _rotate_heads_on_cpu() -> None:
-    """vLLM's rotary kernel for CPUs takes the wrong elements of a query (tokens, heads, size), which DeepSeek has."""
+    """vLLM's rotary kernel for CPUs reads a 3-D query wrongly, as DeepSeek has it."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     kernel = RotaryEmbedding.forward_cpu
