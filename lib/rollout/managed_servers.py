@@ -92,7 +92,7 @@ class ManagedServers:
             for part in range(0, len(content), PIECE):
                 keys.append(f"file {number} {part}")
                 self._store.set(keys[-1], content[part : part + PIECE])
-        order = {"folder": str(folder), "files": pieces, "settings": dict(settings)}
+        order: dict[str, Any] = {"folder": str(folder), "files": pieces, "settings": dict(settings)}
         order |= {"start_s": self.start_s, "program": PROGRAM}
         self._store.set("order", json.dumps(order))
 
@@ -318,7 +318,7 @@ class Server:
 
     def _answers(self, path: str, timeout_s: float) -> bool:
         with suppress(httpx.TransportError):
-            options = {"headers": self._headers, "timeout": timeout_s, "trust_env": False}
+            options: Any = {"headers": self._headers, "timeout": timeout_s, "trust_env": False}
             return httpx.get(self.url + path, **options).is_success
         return False
 

@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 import types
+from typing import Any
 
 MAX_FRAME = 1 << 26  # bytes of one message
 NUMERIC = re.compile(r"[<>|=][biufc]\d{1,2}")  # numpy's dtypes of arrays that are sent as arrays
@@ -71,7 +72,8 @@ def pack(value, ref):
             return {kind.__name__: [pack(item, ref) for item in value]}
     if hasattr(value, "dtype") and hasattr(value, "tolist"):  # a numpy value
         if getattr(value, "ndim", 0) and NUMERIC.fullmatch(value.dtype.str):
-            return {"array": [value.dtype.str, list(value.shape), [pack(item, ref) for item in value.ravel().tolist()]]}
+            items = [pack(item, ref) for item in value.ravel().tolist()]
+            return {"array": [value.dtype.str, list(value.shape), items]}
         return pack(value.tolist(), ref)
     if hasattr(value, "__index__"):
         return operator.index(value)
@@ -129,9 +131,12 @@ class Program:
         self.namespace = vars(sys.modules["solution"])
 
     def names(self) -> list[list]:
-        """[name, the module's own name if it is a module], for everything that the program defines or imports."""
-        own = {name: value for name, value in self.namespace.items() if not name.startswith("__")}
-        return [[name, x.__name__ if isinstance(x, types.ModuleType) else None] for name, x in own.items()]
+        """[name, the module's own name if it is a module], of all that the program defines or imports."""
+        found: list[list] = []
+        for name, value in self.namespace.items():
+            if not name.startswith("__"):
+                found.append([name, value.__name__ if isinstance(value, types.ModuleType) else None])
+        return found
 
     def ref(self, value) -> int:
         """The object's number; the same object always gets the same number."""
@@ -174,7 +179,7 @@ def serve(channel, program: str, prelude: str) -> None:
 
 
 def answer_once(program: str, prelude: str) -> None:
-    """Answers one request, for a server that runs scripts (SandboxFusion): from stdin, in the last line of stdout."""
+    """Answers one request, for SandboxFusion, which runs scripts: from stdin, in the last line of stdout."""
     out = os.fdopen(os.dup(1), "w")
     request = json.loads(sys.stdin.readline())
     out.write("\n" + json.dumps(Program(program, prelude).answer(request)) + "\n")
@@ -192,7 +197,7 @@ class Wrong(BaseException):
 
 
 class Remote:
-    """A name or an object of the program, in the tests. Equals itself, not None; any other comparison raises Wrong."""
+    """A name or an object of the program, in the tests. Equals itself, not None; other comparisons raise Wrong."""
 
     def __init__(self, ask, ref):
         vars(self).update(_ask=ask, _ref=ref)
@@ -221,7 +226,8 @@ class Remote:
 def _remote_ref(value):
     if isinstance(value, Remote):
         return vars(value)["_ref"]
-    raise TypeError(f"a test gives the program a {type(value).__name__}: only plain values reach another process")
+    what = f"a test gives the program a {type(value).__name__}"
+    raise TypeError(f"{what}: only plain values reach another process")
 
 
 def asker(channel, nan_is_wrong: bool):
@@ -236,9 +242,10 @@ def asker(channel, nan_is_wrong: bool):
             name, text = map(str, reply["error"])
         except Exception as error:  # noqa: BLE001 the program may send anything
             raise Died(str(error)) from None
-        cls = getattr(builtins, name, None)  # for tests with `except ValueError`
-        ends = StopIteration | StopAsyncIteration  # a test's all(map(...)) would end as if all had passed
-        if not (isinstance(cls, type) and issubclass(cls, Exception)) or issubclass(cls, ends):
+        cls: Any = getattr(builtins, name, None)  # for tests with `except ValueError`
+        is_error = isinstance(cls, type) and issubclass(cls, Exception)
+        # these would end a test's all(map(...)) as if all had passed
+        if not is_error or issubclass(cls, StopIteration | StopAsyncIteration):
             cls = RuntimeError
         raise cls(text)
 
@@ -246,13 +253,14 @@ def asker(channel, nan_is_wrong: bool):
 
 
 def same(got, expected) -> bool:
-    """Equality as JSON values: tuples and arrays are lists, keys are text, floats are equal to 1e-6, True is not 1."""
+    """Equality as JSON values: tuples and arrays are lists, keys text, floats equal to 1e-6, True not 1."""
     got = got.tolist() if hasattr(got, "tolist") else got
     if isinstance(got, list | tuple) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same, got, expected))
     if isinstance(got, dict) and isinstance(expected, dict):
         got = {str(key): value for key, value in got.items()}
-        return got.keys() == expected.keys() and all(same(got[key], expected[key]) for key in expected)
+        equal_keys = got.keys() == expected.keys()
+        return equal_keys and all(same(got[key], expected[key]) for key in expected)
     if {type(got), type(expected)} == {int, float} or type(got) is type(expected) is float:
         return got == expected or math.isclose(got, expected, rel_tol=1e-6, abs_tol=1e-6)
     return type(got) is type(expected) and got == expected
@@ -266,24 +274,28 @@ def right(got, expected) -> bool:
 
 def tools(names: list[list], texts: list[str], packages: list[str]) -> dict:
     """Modules that the tests use but only the program imports: this process's own of these names."""
-    used = {node.id for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    known = {*sys.stdlib_module_names, *packages}
     found = {}
     for name, module in names:
         trusted = module == name if name in sys.stdlib_module_names else module
-        if name in used and trusted and module.partition(".")[0] in {*sys.stdlib_module_names, *packages}:
+        if name in used and trusted and module.partition(".")[0] in known:
             with contextlib.suppress(Exception):
                 found[name] = importlib.import_module(module)
     return found
 
 
 def run_tests(conn, channel, names: list[list], packages: list[str]) -> None:
-    """Runs the next message's tests on the program behind `channel`. Sends the verdicts of the setup and each case."""
+    """Runs the next message's tests on the program behind `channel`. Sends the verdict of the setup, then of
+    each case."""
     tests = receive(conn)
     texts = [tests["setup"], *tests["cases"]]
     # a NaN passes `not (error > 1e-6)` and `!=`
     ask = asker(channel, nan_is_wrong="nan" not in "".join(texts).lower())
-    trusted = vars(builtins).keys() | sys.stdlib_module_names  # names that a program may not redefine for the tests
-    namespace: dict = {name: Remote(ask, name) for name, _ in names if name not in trusted} | {"__name__": "tests"}
+    trusted = vars(builtins).keys() | sys.stdlib_module_names  # a program may not redefine them for the tests
+    namespace: dict = {name: Remote(ask, name) for name, _ in names if name not in trusted}
+    namespace["__name__"] = "tests"
     namespace |= tools(names, texts, packages)
     entries = {name: Remote(ask, name) for name in tests["entries"]}
     for case in texts:

@@ -1,9 +1,9 @@
 """Walls around a process, which the Linux kernel provides.
 
-At level "namespaces" a process gets new namespaces (mount, pid, network, ipc, uts, user). Their root holds only the
-interpreter's libraries, read only, and a /tmp of its own. "landlock" and "rlimits" are for machines that refuse
-namespaces, as most containers do: the program can start no process and send no signals, and with landlock opens the
-same files only. At every level seccomp closes the network."""
+At level "namespaces" a process gets new namespaces (mount, pid, network, ipc, uts, user). Their root holds
+only the interpreter's libraries, read only, and a /tmp of its own. "landlock" and "rlimits" are for machines
+that refuse namespaces, as most containers do: a program can start no process and send no signals, and with
+landlock it can open the same files only. At every level seccomp closes the network."""
 
 import contextlib
 import ctypes
@@ -20,8 +20,8 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 NOBODY = 65534
 NEW_USER, NEW_OTHERS, NEW_ANY = 0x10000000, 0x6C020000, 0x7E020000  # CLONE_NEW*; mount, pid, net, ipc, uts
 BIND, PRIVATE, DETACH = 0x1000 | 0x4000, 0x40000 | 0x4000, 2  # MS_*, recursive; MNT_DETACH
-# The system calls that a program can make; all others fail as if they did not exist (ENOSYS). Left out: network, other
-# processes' memory, limits and scheduling, namespaces, mounts, memory that no limit counts.
+# The system calls that a program can make; all others fail as if they did not exist (ENOSYS). Left out:
+# network, other processes' memory, limits and scheduling, namespaces, mounts, memory that no limit counts.
 ALLOWED = """
 access alarm arch_prctl brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat
 dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 exit
@@ -42,7 +42,7 @@ ALLOWED_INSIDE = """
 chmod chown execve execveat fchmod fchmodat fchmodat2 fchown fchownat fork futimesat kill lchown pidfd_open
 pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo setpgid setsid tgkill tkill utime utimensat utimes vfork"""
 THREAD = 0x10000  # CLONE_THREAD
-# (call, index of its argument, bits, value): the call is allowed if these bits of the argument have this value
+# (call, index of its argument, bits, value): allowed if these bits of the argument have this value
 CONDITIONS = [
     ("prlimit64", 0, 2**64 - 1, 0),  # limits of this process only
     ("sched_setaffinity", 0, 2**64 - 1, 0),
@@ -62,7 +62,7 @@ def check(result: int, what: str) -> int:
 
 @functools.cache
 def processes_can_be_limited() -> bool:
-    """Whether RLIMIT_NPROC holds. It does not hold for root, nor for a user that a user namespace makes of root."""
+    """Whether RLIMIT_NPROC holds: not for root, nor for a user that a user namespace makes of root."""
     pid = os.fork()
     if pid == 0:
         limit(NPROC=0)
@@ -86,7 +86,8 @@ def enter_namespaces(spec: dict) -> bool:
 
     def mount(source, target, kind, flags, options=None):
         args = [x.encode() if x else None for x in (source, target, kind)]
-        check(libc.mount(*args, ctypes.c_ulong(flags), options and options.encode()), f"mount {target}")
+        data = options and options.encode()
+        check(libc.mount(*args, ctypes.c_ulong(flags), data), f"mount {target}")
 
     root = "/sys"  # the new root is built here, because no library lies in /sys
     mount(None, "/", None, PRIVATE)
@@ -102,7 +103,8 @@ def enter_namespaces(spec: dict) -> bool:
         Path(f"{root}/{name}").symlink_to(f"/tmp/{name}")
     Path(f"{root}/tmp").mkdir()
     # /tmp comes before the libraries, since some of them may lie in it
-    mount("tmpfs", root + "/tmp", "tmpfs", 2 | 4, f"size={spec['folder_mb']}m,nr_inodes=10000,mode=777")
+    size = f"size={spec['folder_mb']}m"
+    mount("tmpfs", root + "/tmp", "tmpfs", 2 | 4, f"{size},nr_inodes=10000,mode=777")
     for path in [*spec["readable"], *spec["hidden"], *spec["packages"]]:  # the order matters
         Path(root + path).mkdir(parents=True, exist_ok=True)
         if path in spec["hidden"]:
@@ -144,7 +146,7 @@ def limit(**limits: int) -> None:
 
 
 def landlock(spec: dict, folder: str) -> None:
-    """Leaves only `folder`, the libraries (read only) and a few devices. From Linux 6.12 on also stops signals out."""
+    """Leaves only `folder`, the libraries (read only) and a few devices; from Linux 6.12 on, no signals."""
     version = check(libc.syscall(444, None, 0, 1), "landlock")
     if version < 3:
         raise OSError("Landlock before Linux 6.2 lets programs empty files")
@@ -181,11 +183,12 @@ def landlock(spec: dict, folder: str) -> None:
 
 @functools.cache
 def seccomp_filter(level: str) -> bytes:
-    """The filter that libseccomp makes of the names above, for the kernel. Raises OSError without the library."""
+    """The filter that libseccomp makes of the names above. Raises OSError without the library."""
     try:
         lib = ctypes.CDLL("libseccomp.so.2")
     except OSError:
-        raise OSError("libseccomp.so.2 is not there: install libseccomp2 (Debian, Ubuntu) or libseccomp") from None
+        how = "install libseccomp2 (Debian, Ubuntu) or libseccomp"
+        raise OSError(f"libseccomp.so.2 is not there: {how}") from None
     lib.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(lib.seccomp_init(0x50000 | errno.ENOSYS))
     inside = level == "namespaces"
@@ -194,7 +197,9 @@ def seccomp_filter(level: str) -> bytes:
     allowed: list[tuple] = [*((name,) for name in names.split()), *CONDITIONS, clone]
     for name, *condition in allowed:
         number = lib.seccomp_syscall_resolve_name(name.encode())
-        argument = struct.pack("IiQQ", condition[0], 7, *condition[1:]) if condition else None  # MASKED_EQ
+        argument = None
+        if condition:
+            argument = struct.pack("IiQQ", condition[0], 7, *condition[1:])  # MASKED_EQ
         if number >= 0:  # this machine has the call
             rules = len(condition) // 3, argument
             if lib.seccomp_rule_add_array(context, 0x7FFF0000, number, *rules) < 0:
@@ -209,7 +214,8 @@ def seccomp_filter(level: str) -> bytes:
 def seccomp(level: str) -> None:
     code = seccomp_filter(level)
     buffer = ctypes.create_string_buffer(code)
-    check(libc.prctl(22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(buffer)), 0, 0), "seccomp")
+    program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
+    check(libc.prctl(22, 2, program, 0, 0), "seccomp")
 
 
 def put_up(spec: dict, folder: str) -> None:
@@ -221,13 +227,14 @@ def put_up(spec: dict, folder: str) -> None:
 
 
 def become_program(spec: dict, folder: str, files: list[int]) -> None:
-    """In a fresh child of init: `files` become descriptors 0, 1, 2 ..., all others are closed, the walls go up."""
+    """In a fresh child of init: `files` become descriptors 0, 1, 2 ..., all others close, the walls go up."""
     for i, fd in enumerate([os.dup(fd) for fd in files]):
         os.dup2(fd, i)
     os.closerange(len(files), 1 << 20)
     os.chdir(folder)
     tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = folder
-    limit(CPU=int(spec["total_timeout"]) + 1, FSIZE=spec["output_mb"] << 20, NOFILE=spec["open_files"], CORE=0)
+    limit(CPU=int(spec["total_timeout"]) + 1, CORE=0)
+    limit(FSIZE=spec["output_mb"] << 20, NOFILE=spec["open_files"])
     if spec["level"] == "namespaces":
         limit(NPROC=spec["processes"] + 2)
     put_up(spec, folder)

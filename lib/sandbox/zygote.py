@@ -4,8 +4,8 @@
                             |          |         |
          waits for the end, kills   runs the tests, holds what is expected | holds no test, no expected value
 
-Each scorer's process has one zygote, a warmed-up process that forks a supervisor for every socket it is sent. In new
-namespaces init is process 1, so that everything dies with it."""
+Each scorer's process has one zygote, a warmed-up process that forks a supervisor for every socket it is sent.
+In new namespaces init is process 1, so that everything dies with it."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ from pathlib import Path
 import walls
 from values import PRELUDE, load, receive, run_tests, send, serve
 
-LONGEST_OUTPUT = 1 << 16  # bytes that are kept of a shell command's output: its beginning and its end
+LONGEST_OUTPUT = 1 << 16  # bytes that are kept of a shell command's output: its two ends
 
 
 def run_program(spec: dict, folder: str, files: list[int], body) -> int:
@@ -64,7 +64,7 @@ def end_program(pid: int) -> int:
 
 
 def run_scripts(conn, spec: dict, folder: str, null: int) -> None:
-    """Runs the program once for every message, which is its standard input. Answers with exit code and output."""
+    """Runs the program for every message, which is its standard input. Answers with exit code and output."""
     while True:
         files = [os.memfd_create("stdin"), os.memfd_create("stdout"), null]
         with open(files[0], "wb", closefd=False) as f:
@@ -74,12 +74,13 @@ def run_scripts(conn, spec: dict, folder: str, null: int) -> None:
         code = end_program(pid)
         with open(files[1], "rb") as f:
             f.seek(0)
-            send(conn, {"exit": code, "stdout": f.read(spec["output_mb"] << 20).decode(errors="replace")})
+            output = f.read(spec["output_mb"] << 20).decode(errors="replace")
+            send(conn, {"exit": code, "stdout": output})
         os.close(files[0])
 
 
 def run_calls(conn, spec: dict, folder: str, null: int) -> None:
-    """Runs tests that call functions. The program's process is forked before the tests are read from `conn`."""
+    """Runs tests that call functions. Forks the program's process before it reads the tests from `conn`."""
     channel, theirs = socket.socketpair()
     body = lambda: serve(socket.socket(fileno=3), spec["program"], spec["prelude"])  # noqa: E731
     pid = run_program(spec, folder, [null, null, null, theirs.fileno()], body)
@@ -100,7 +101,8 @@ def run_functions(conn, spec: dict, folder: str, null: int) -> None:
         argument = receive(conn)
         channel, theirs = socket.socketpair()
         files = [null, null, null, theirs.fileno()]
-        pid = run_program(spec, folder, files, lambda: send(socket.socket(fileno=3), function(argument)))  # noqa: B023
+        body = lambda: send(socket.socket(fileno=3), function(argument))  # noqa: B023, E731
+        pid = run_program(spec, folder, files, body)
         theirs.close()
         with channel:
             try:
@@ -136,8 +138,13 @@ def run_shell(conn, spec: dict, folder: str, null: int) -> None:
         size, half = os.fstat(output).st_size, LONGEST_OUTPUT // 2
         text = os.pread(output, size if size <= 2 * half else half, 0)
         if size > 2 * half:
-            text += b"\n[... %d bytes left out ...]\n" % (size - 2 * half) + os.pread(output, half, size - half)
-        send(conn, [124 if not in_time else code if code >= 0 else 128 - code, text.decode(errors="replace")])
+            text += b"\n[... %d bytes left out ...]\n" % (size - 2 * half)
+            text += os.pread(output, half, size - half)
+        if not in_time:
+            code = 124
+        elif code < 0:
+            code = 128 - code
+        send(conn, [code, text.decode(errors="replace")])
         os.close(ended)
         os.close(output)
 
@@ -158,12 +165,13 @@ def init(conn, spec: dict, folder: str) -> None:
             walls.put_up(spec, folder)
             run_tests(conn, conn, spec["names"], spec["importable"])
         else:
-            forms = {"stdin": run_scripts, "calls": run_calls, "function": run_functions, "shell": run_shell}
+            forms = {"stdin": run_scripts, "calls": run_calls}
+            forms |= {"function": run_functions, "shell": run_shell}
             forms[spec["form"]](conn, spec, folder, null)
 
 
 def supervise(conn) -> None:
-    """Runs one sample until init ends or the scorer hangs up. When this process ends, nothing of the sample is left."""
+    """Runs one sample until init ends or the scorer hangs up. Then nothing of the sample is left."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     spec = receive(conn)
     alone = spec["level"] != "namespaces"
@@ -196,7 +204,7 @@ def supervise(conn) -> None:
 
 
 def zygote(module: str = "", *folders: str) -> None:
-    """Imports the module and calls its warm(). Then forks a supervisor for each socket that standard input brings."""
+    """Imports the module and calls its warm(). Then forks a supervisor for each socket from standard input."""
     del sys.path[0]  # the folder of this file, which Python puts there
     control = socket.socket(fileno=os.dup(0))
     null = os.open("/dev/null", os.O_RDWR)
