@@ -1,10 +1,8 @@
 """From responses to scores: decodes a response, calls the scorers, puts the score on its last token.
 
-A scorer is the user's own code. It runs in other processes (supervisor.py), with a limit of time
-and of memory. If it hangs, crashes, raises or returns no finite number, its response gets
-failure_score; the failure is counted, the first of each kind is shown, and the run goes on. With
-workers=0 scorers run in this process, one after the other, and an exception stops the run: this is
-for breakpoint()."""
+A scorer is the user's own code, so it runs in other processes (supervisor.py). If it fails, its
+response gets failure_score, the failure is counted, and the run goes on. With workers=0 it runs in
+this process, and an exception stops the run: this is for breakpoint()."""
 
 import math
 from collections import Counter, defaultdict
@@ -40,9 +38,9 @@ Answer = tuple[int, list, float]  # index of the call, [kind, value] of each of 
 
 @dataclass(eq=False)
 class RewardManager:
-    """Scores batches by the scorers of load_scorers while the caller does something else. A
-    truncated or empty response is scored as it is. An aborted one (no trained token) is not scored
-    and gets 0. Of an agent's episode the last answer is scored, unless the agent gave a reward."""
+    """Scores batches by the scorers of load_scorers while the caller does something else. An aborted
+    response (no trained token) is not scored and gets 0. Of an agent's episode the last answer is
+    scored, unless the agent gave a reward."""
 
     scorers: list[Scorer]
     tokenizer: PreTrainedTokenizerBase
@@ -67,9 +65,8 @@ class RewardManager:
         self._dropped_keys: set[tuple[str, str]] = set()  # (name, key)
 
     def submit(self, batch: DataProto, step: int = 0) -> "PendingScores":
-        """Decodes the responses and hands them to the workers. Without workers, scores them. step:
-        of the run, for a scorer that asks for it. Rows of equal uid are a group; a group scorer
-        gets it whole."""
+        """Decodes the responses and hands them to the workers; without workers, scores them. step: for
+        scorers that ask for it. A group scorer gets all rows of a uid."""
         mask, columns = batch.batch["response_mask"].cpu(), batch.non_tensor_batch
         rows = mask.any(1).nonzero().flatten().tolist()
         if "answer" in columns:  # of --agent
@@ -242,13 +239,10 @@ class PendingScores:
     seconds: dict[int, float] = field(default_factory=dict)  # by index of the call; empty in a replay
 
     def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Metric]]:
-        """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at
-        each row's last trained token; the scorers' other keys, each a list of B values, None where
-        a row has none; and metrics: reward/timeout_count, crash_count, error_count,
-        dropped_key_count (values that unfit() refuses). With several scorers, each also gives its
-        score as <name>, and its keys but "pred" as <name>/<key>. A collective. Raises InputError
-        (on all ranks) if a scorer failed on all of its first responses, ALWAYS or more,
-        RuntimeError if the pool is gone."""
+        """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at each
+        row's last trained token; the scorers' other keys, B values each, None where a row has none;
+        and metrics. Of several scorers each also gives its score as <name>, and its keys but "pred"
+        as <name>/<key>. A collective. Raises InputError if a scorer has always failed."""
         manager, several = self.manager, len(self.manager.scorers) > 1
         results, counts = self._results()
         manager._stop_if_none_works()

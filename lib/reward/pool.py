@@ -21,11 +21,11 @@ SILENCE_S = 120.0  # after which a supervisor is given up; by itself it speaks e
 
 
 class Pool:
-    """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments, form and name. memory_mb: MiB
-    that a worker may take beyond what the imports took. seed: for what the imports draw. log: the file for what scorers
-    print; None: it is dropped. shows: whether to print the first lines of each kind.
-    A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's arguments; a
-    scorer of form "response" gets one. key: what the scorer draws depends on it alone, see lib/seeds.py."""
+    """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments, form and name.
+    memory_mb: MiB that a worker may take beyond the imports. seed: of what the imports draw. log: the
+    file for what scorers print, or None. shows: whether to print the first lines of each kind.
+    A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's
+    arguments. What the scorer draws depends on the key alone (lib/seeds.py)."""
 
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed=0, log: Path | None = None, shows=True):
         ours, theirs = socket.socketpair()

@@ -32,16 +32,11 @@ class Scorer:
 def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Sequence[float] = ()) -> list[Scorer]:
     """The scorers of --reward, checked before anything else is loaded.
 
-    A spec is "path/to/file.py:function", or "data_source", which picks a scorer from rewards/ by
-    each row's data_source. A function's parameters say how it is called (docs/rewards.md):
-    solution_str, for one response; solution_strs, for many; solution_strs with a singular
-    data_source, ground_truth or extra_info, for all responses to a prompt. A parameter of
-    ON_REQUEST that kwargs do not give gets its value. kwargs under a scorer's name go to this
-    scorer alone. A row's score is the sum of weight x score; without weights, each weight is 1.
-
-    Raises InputError for a scorer that is not there, cannot be called so, or lacks a ground truth
-    that it needs; for a data_source without a scorer; and for a sandbox weaker than
-    --sandbox-level."""
+    A spec is "path/to/file.py:function", or "data_source", which picks a scorer from rewards/ by each
+    row's data_source. A function's parameters say how it is called (docs/rewards.md): solution_str,
+    for one response; solution_strs, for many; solution_strs with a singular data_source, ground_truth
+    or extra_info, for a prompt's responses. A row's score is the sum of weight x score. Raises
+    InputError for a scorer that cannot run here."""
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
         raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")

@@ -72,9 +72,8 @@ class PendingRewards:
     def add_to(self, batch: DataProto, reward_keys: Sequence[str] = ()) -> tuple[dict[str, list], dict[str, Metric]]:
         """Waits for the scores and adds token_level_scores (B, T), on each row's last token;
         reward_extra_info, a dict of the scorers' other values for each row; and with reward_keys,
-        reward_components (B, K), the numbers of these keys. A row without a score is masked out.
-        Returns (other values by key, metrics). A collective. Raises InputError if these are not the
-        rows that were submitted, in their order."""
+        reward_components (B, K). A row without a score is masked out. Returns (other values by key,
+        metrics). A collective. Raises InputError if these are not the submitted rows in their order."""
         if not torch.equal(batch.batch["responses"], self.responses):
             how = "sort or filter a batch before submit(batch)"
             raise InputError(f"these are not the rows that were submitted: {how}")
@@ -111,8 +110,7 @@ class PendingRewards:
 
 def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
     """(B, K): the K rewards that a scorer gave each row besides its score; NaN where it gave none.
-    scores (B, T) gives B and the device. A collective. Raises InputError on all ranks for a key
-    without any numbers."""
+    A collective. Raises InputError on all ranks for a key without any numbers."""
     # if all values are None, extras has the key because an earlier step had numbers
     known = {key: any(value is None or is_number(value) for value in extras.get(key, ())) for key in keys}
     for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():

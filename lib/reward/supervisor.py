@@ -1,20 +1,16 @@
-"""The processes that run scorers, away from the training process. They import numpy, to seed it, but no torch.
+"""The processes that run scorers, away from the training process. They import no torch.
 
     trainer --socket--> supervisor --fork, a socket each--> workers
 
 The supervisor is a new interpreter, never a fork of the trainer with its threads and its GPU. It
-imports the scorers and forks the workers, so that it replaces a lost worker in milliseconds. At a
-task's time limit it kills the worker, the worker's process group and all orphans; the orphans, and
-the memory limit, need Linux. Scorers must start threads or touch a GPU when called, not when
-imported: a fork keeps neither.
+imports the scorers and forks the workers, so that it replaces a lost worker in milliseconds. A
+fork keeps no threads and no GPU: scorers start them when called, not when imported. At a task's
+time limit the supervisor kills the worker, its process group and all orphans; orphans and the
+memory limit need Linux. When the trainer ends, the supervisor sees it and ends the workers.
 
-When the trainer ends, also by kill -9, the supervisor sees it within a second and ends the workers.
 Tasks go out as pickles, answers come back as JSON, both in frames (frames.py). Of the descriptors
-here a scorer reaches only its own worker's socket. If a scorer changes its process (folder,
-environment, globals), later samples of that worker see it.
-
-A worker's stdout and stderr are a pipe, which the supervisor empties into a PrintLog. What a thread
-or child prints after its scorer has returned counts as printed by the worker's last scorer."""
+here a scorer reaches only its own worker's socket. What it prints goes through a pipe to a
+PrintLog, under the name of the worker's last scorer."""
 
 import ctypes
 import faulthandler

@@ -1,14 +1,12 @@
 """The interface of a rollout engine, and what engines share: seeds, and the batch that they return.
 
-`hf` samples with the trainer's own model; `vllm` is an engine in this process. Both are a
-SteppedEngine. `http://host:port` is a vLLM server (server_engine.py). A class in
-path/to/file.py:Class inherits RolloutEngine. The rest of lib/ asks an engine what it can do, and
-not which one it is.
+`hf` samples with the trainer's own model, `vllm` is an engine in this process: both are a
+SteppedEngine. `http://host:port` is a vLLM server (server_engine.py). A user's class inherits
+RolloutEngine. The rest of lib/ asks an engine what it can do, not which one it is.
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and
-responses stay tokens up to the loss. Each response has its own seed, so it depends on neither its
-batch nor its rank. rollout_log_probs belong to the distribution that was sampled from (temperature,
-top-p, top-k and min-p applied)."""
+responses stay tokens up to the loss. A response depends on its own seed, not on its batch or rank.
+rollout_log_probs are of the distribution sampled from (temperature, top-p, top-k, min-p)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -171,10 +169,9 @@ def add_responses(
     prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: list | None = None, position_ids=None
 ) -> DataProto:
     """The prompts with their responses: what every engine returns. A collective. P and T are the
-    longest prompt (left-padded) and response (right-padded) over all ranks, not the limits. Rows
-    with finish_reason "abort" or "error" have no trained token. masks: which tokens were sampled,
-    if not all. position_ids, (n,) or with mrope (4, n) each: of responses that do not simply follow
-    their prompts."""
+    longest prompt (left-padded) and response (right-padded) over all ranks. Rows that ended by
+    "abort" or "error" have no trained token. masks: which tokens were sampled, if not all.
+    position_ids, (n,) or with mrope (4, n) each: if they do not simply follow the prompts'."""
     B, device = len(rows), prompts.batch["input_ids"].device
     lengths = torch.tensor([len(row.token_ids) for row in rows])
     P = all_reduce_max(int(prompts.batch["attention_mask"].sum(1).max()), device)

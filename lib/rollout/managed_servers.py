@@ -8,11 +8,11 @@ Training ranks and engine ranks talk through the job's store:
     bad start i    rank 0: stop server i if the number of its start is at most this
     OVER           ends all
 
-Every request to a server needs the run's key. Any local user can read the store of a job on one node, so
-rank 0 writes the key to a file; engine ranks of several nodes get it through the store.
+Every request to a server needs the run's key. Any local user can read the store of a job on one
+node, so rank 0 writes the key to a file; only a store of several nodes has it.
 
-No server outlives its engine rank: it is in a session of its own with a guard, a shell that reads a pipe
-whose only writer is the engine rank. When the pipe breaks, the guard ends the session."""
+No server outlives its engine rank: a guard, a shell in the server's session, reads a pipe whose
+only writer is the engine rank. When the pipe breaks, the guard ends the session."""
 
 import json
 import os

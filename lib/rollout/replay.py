@@ -1,10 +1,10 @@
-"""Recording and replaying the inputs of a step. --record writes them; --replay reads them, without an engine
-or scorers, and computes the rest anew, to the same bits unless its own flags change it. The files:
+"""Recording and replaying the inputs of a step. --record writes them; --replay reads them, without
+an engine or scorers, and computes the rest anew, to the same bits. Files of DataProto.save_to_disk:
 
     DIR/config.json                    the flags of the run that recorded
-    DIR/step_000003/rank_0_of_2/       step 3, as rank 0 of 2 saw it; written by DataProto.save_to_disk:
+    DIR/step_000003/rank_0_of_2/       step 3, as rank 0 of 2 saw it
         sync_0.safetensors             the metrics of the weight sync
-        rollout_0.safetensors          what the engine returned; _1, ... if a step samples several times
+        rollout_0.safetensors          what the engine returned; _1, ... if a step samples again
         scores_0.safetensors           what the scorers answered, for each of these
         reward_model_0.safetensors     the scores of a reward model
         batch.safetensors              the batch just before the update, which no replay reads

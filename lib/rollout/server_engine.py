@@ -64,16 +64,15 @@ def is_over(pid: int) -> bool:
 class ServerEngine(RolloutEngine):
     """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
-    For how they get weights see ServerWeights. Servers with vllm_batches.py's route get requests in
-    batches, others one by one: the samples are the same. A server must serve this run only, with
-    VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and with
-    --logprobs-mode processed_logprobs; for a vision model also with --enable-scale-out.
+    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are
+    the same. A server must serve this run only, with VLLM_SERVER_DEV_MODE=1 in its environment (it
+    then obeys anyone who can reach it) and --logprobs-mode processed_logprobs; for a vision model
+    also with --enable-scale-out. For its weights see ServerWeights.
 
     A response in flight when new weights come keeps its tokens and goes on with the new weights. If
     one of the job's `own` servers ends, its requests are sampled again elsewhere, or there when it
-    is back, from the tokens of the last sync, with the same seeds. For the parameters see
-    make_engine. Raises InputError if a server cannot be reached, was started differently, or
-    refuses a request or the weights."""
+    is back, from the tokens of the last sync, with the same seeds. Raises InputError if a server
+    cannot be reached, was started differently, or refuses a request or the weights."""
 
     takes_images = asynchronous = gives_routes = True
 
@@ -104,9 +103,9 @@ class ServerEngine(RolloutEngine):
         self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
 
     def _take_lease(self, seconds: float) -> None:
-        """Takes or renews the lease on servers that the job did not start, if they have
-        vllm_weights.py's extension: a second run would change their weights. A resumed run gets it
-        at once, as does one that follows an ended run on this host. Raises InputError."""
+        """Takes or renews the lease on servers that others started, if they have vllm_weights.py's
+        extension: a second run would change their weights. A resumed run gets it at once, as does
+        one that follows an ended run on this host. Raises InputError."""
         if self.own is not None or self.weights.way == "reload_weights":
             return
         for url in self.servers.urls:
@@ -273,9 +272,8 @@ class ServerEngine(RolloutEngine):
         self._ended.set()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()` on every rank. What ends it must have been started with `begin`. If
-        a rank loses all servers meanwhile, they get the weights of the last sync again. A
-        collective."""
+        """Waits until `done()` on every rank; what ends it was started with `begin`. If a rank loses all
+        servers meanwhile, they get the weights of the last sync again. A collective."""
         start = reported = time.monotonic()
         while True:
             deadline = time.monotonic() + ROUND_S
@@ -315,10 +313,9 @@ class ServerEngine(RolloutEngine):
     async def sample(
         self, prompt_ids: list[int], sampling: Sampling, seed: int, turn: int, row=None, pictures=None
     ) -> Generated:
-        """One response, from server number `turn`. row: a Generated with its tokens so far; it gets
-        the others. If a sync of weights stops the request, another one goes on from these tokens,
-        with a seed made from `seed` and their number. Raises ValueError if the prompt is too
-        long."""
+        """One response, from server number `turn`. row: a Generated with its tokens so far, which gets
+        the others. A request that a sync stops is followed by another, from the tokens so far, with
+        a seed of its own. Raises ValueError if the prompt is too long."""
         length = len(pictures.ids if pictures else prompt_ids)
         if length >= self.max_length:
             raise ValueError(f"a prompt of {length} tokens; the server's max_model_len is {self.max_length}")

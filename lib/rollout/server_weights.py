@@ -36,10 +36,9 @@ LEAVE_S = 10.0  # for the servers to leave the group
 
 class ServerWeights:
     """way: "broadcast" if all servers were started with vllm_weights.py's backend. Otherwise they
-    read a file in `folder`, by "reload_from" if they have its worker extension, else by vLLM's
-    "reload_weights"; servers on other machines then need a shared disk. here: the servers run on
-    this machine, as this user. They meet in a file, as anyone may join a store on loopback. A
-    collective, as is `give`."""
+    read a file in `folder` (on a shared disk), by "reload_from" if they have its worker extension,
+    else by vLLM's "reload_weights". here: the servers run on this machine, as this user, and meet in
+    a file, as anyone may join a store on loopback. A collective, as is `give`."""
 
     def __init__(self, servers: Servers, folder: Path, dtype: torch.dtype, here: bool):
         self.servers, self.folder, self.dtype = servers, folder, dtype
@@ -58,9 +57,8 @@ class ServerWeights:
         return "broadcast" if backends == {"broadcast"} else "reload_from"
 
     def give(self, stream: CheckedStream, version: int) -> str | None:
-        """Gives all servers the weights. Returns, on all ranks, why that failed; a server may then
-        hold old and new ones. Every rank reads the stream to its end, as tensors are gathered from
-        all ranks."""
+        """Gives all servers the weights. Returns, on all ranks, why that failed; a server may then have
+        old and new ones. Every rank reads the stream to its end: tensors come from all ranks."""
         failure, weights = None, iter(stream)
         try:
             if dist.get_rank() == 0:
@@ -165,10 +163,9 @@ class ServerWeights:
                 raise WeightSyncError(f"the vLLM server {url} kept its prefix cache")
 
     def leave(self) -> None:
-        """Ends the group; the next `give` makes a new one. All sides abort, since NCCL's shutdown
-        waits for every rank and a server may be gone. Nothing is lost: `give` has waited for all
-        that it sent. A server that hangs in a broadcast does not answer; the caller starts it
-        anew."""
+        """Ends the group; the next `give` makes a new one. All sides abort, since NCCL's shutdown waits
+        for every rank and a server may be gone; `give` has waited for all that it sent. A server
+        that hangs in a broadcast does not answer; the caller starts it anew."""
         if self._group is not None:
             group, self._group = self._group, None
             ending = self.servers.order("/shutdown_weight_transfer_engine")

@@ -1,10 +1,11 @@
-"""Requests in batches: a route for vLLM's API server (--middleware lib.rollout.vllm_batches.Batches), whose own routes
-take a millisecond of CPU for each request.
+"""Requests in batches: a route for vLLM's API server (--middleware lib.rollout.vllm_batches.Batches),
+whose own routes take a millisecond of CPU for each request.
 
-POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [ids of earlier requests]}. Settings
-have the names of SamplingParams. The answer has a line of JSON for each request, when it ends: [its id, the fields of
-Generated], or [its id, {"error": why}]. A closed connection aborts its requests. With VLLM_API_KEY in the server's
-environment every route needs the key, also those that vLLM leaves open: they pause the server and load weights."""
+POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [earlier ids]};
+settings by the names of SamplingParams. As soon as a request ends there is a line of JSON: [its id,
+the fields of Generated, or {"error": why}]. A closed connection aborts its requests. With
+VLLM_API_KEY in the server's environment every route needs the key, also those that vLLM leaves open:
+they pause the server and load weights."""
 
 import asyncio
 import json

@@ -25,18 +25,17 @@ from lib.seeds import seeded
 
 
 class VLLMEngine(SteppedEngine):
-    """A vLLM engine inside this process, on CPU or GPU, which takes weights in memory. It starts with dummy
-    weights, from a folder with config and tokenizer, and refuses to sample before the first load_weights.
+    """A vLLM engine inside this process, which takes weights in memory. It starts with dummy weights,
+    from a folder with config and tokenizer, and does not sample before the first load_weights.
 
-    `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but
-    vLLM needs all of them in the same order everywhere: generate, step and the end of a session are
-    collectives of these ranks.
+    `ranks` neighbouring ranks share one engine, split by tensor parallelism. vLLM needs the requests
+    of all in the same order everywhere: generate, step and the end of a session are collectives.
 
-    In 16 bits vLLM gets LoRA's adapters, if it takes them, since W + dW would lose small updates. Otherwise
-    they are merged into the weights, which costs nothing while sampling. `enable_lora` in `more` decides it.
+    In 16 bits vLLM gets LoRA's adapters, if it takes them, since W + dW would lose small updates.
+    Otherwise it gets merged weights, which cost nothing while sampling. `enable_lora` overrides it.
 
-    more: further settings of vLLM, from --vllm-kwargs. start: of engine_settings. Raises InputError if vLLM
-    cannot start so, UnsupportedAdapter if it cannot take an adapter that was asked for."""
+    more: of --vllm-kwargs. start: of engine_settings. Raises InputError if vLLM cannot start so,
+    UnsupportedAdapter if it cannot take an adapter that was asked for."""
 
     takes_images = gives_routes = True
     long_steps = False  # a step is one token; requests come and go at each step

@@ -112,9 +112,8 @@ def _content_hash(folder: Path) -> str:
 def engine_settings(
     model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, rows=256, processor=None, max_images=0
 ) -> dict[str, Any]:
-    """The settings of every vLLM engine of a run, by the names of EngineArgs. For the parameters see
-    make_engine. Raises InputError if the model cannot be split over the ranks, or if vLLM computes prompts
-    with images otherwise than training."""
+    """Settings of every vLLM engine of a run, by the names of EngineArgs. For the parameters see
+    make_engine. Raises InputError if vLLM cannot split the model, or its images differ from training."""
     on_gpu = compute_device(model).type != "cpu"
     heads = model.config.get_text_config().num_attention_heads
     if heads % ranks:

@@ -1,9 +1,9 @@
-"""How weights get into vLLM's workers: two backends of its weight transfer, and an extension for a server's workers.
+"""How weights get into vLLM's workers: two backends of its weight transfer, and a worker extension.
 
 "direct": engine and trainer are one process, and the engine takes the trainer's tensors by reference.
-"broadcast": the workers of a server join a process group with the trainer's first rank and receive
-buckets of tensors. Both also work on a CPU, where vLLM's own do not. There two of vLLM's caches survive a
-reload, and are rebuilt here: the packed copy of a tied output head, and the packed experts of a mixture."""
+"broadcast": a server's workers join a process group with the trainer's first rank and receive buckets
+of tensors. Both also work on a CPU, where two of vLLM's caches survive a reload and are rebuilt here:
+the packed copy of a tied output head, and the packed experts of a mixture."""
 
 import logging
 import time
@@ -54,9 +54,8 @@ def is_gpt_oss(model: torch.nn.Module) -> bool:
 def split_experts(
     weights: Iterable[tuple[str, torch.Tensor]], sinks: list[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a gpt-oss as its vLLM model takes them in a reload: experts one by one. It
-    copies fused ones and attention sinks into parameters that the reload replaces. So sinks go to
-    `sinks`, to be loaded after it."""
+    """The weights of a gpt-oss as vLLM takes them in a reload: experts one by one. It copies sinks
+    (and fused experts) into parameters that the reload replaces, so `sinks` are loaded after it."""
     for name, tensor in weights:
         layer, experts, param = name.partition(".mlp.experts.")
         if experts:
@@ -103,9 +102,8 @@ class DirectEngine(WeightTransferEngine):
 
 
 def load_adapter(worker: Any, tensors: dict[str, torch.Tensor], rank: int, alpha: float, number: int) -> None:
-    """Gives a worker the LoRA adapter `number` in place of the one before. tensors: whole, by
-    peft's names; vLLM alone would read them from files. Raises ValueError for layers to which vLLM
-    would silently add nothing."""
+    """Gives a worker the LoRA adapter `number` in place of the one before. tensors: by peft's names.
+    Raises ValueError for layers to which vLLM would silently add nothing."""
     manager = worker.model_runner.lora_manager
     adapters, model = manager._adapter_manager, worker.model_runner.get_model()
     helper: Any = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])

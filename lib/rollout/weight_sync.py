@@ -44,14 +44,13 @@ class Difference(NamedTuple):
 def sync_weights(
     engine: RolloutEngine, model, version: int, *, tolerance: float, max_mismatch: float = math.inf
 ) -> Mapping[str, float]:
-    """Gives the engine the trainer's weights as `version`, unless it already has it, and checks
-    them. A collective.  A checksum over the bits of all weights finds a skipped or cut-off sync.
-    The log-probs of a probe (random tokens; of a vision model also a text after an image) find
-    weights that are not used: a stale tied head, kept image features.
+    """Gives the engine the trainer's weights as `version`, unless it has it, and checks them. A collective.
 
-    Raises InputError if a weight of the trainer, or a log-prob, is not finite, or if k3 of a probe
-    is more than `max_mismatch`; WeightSyncError if the checksum differs, or a probe's mean
-    |log-prob difference| is more than `tolerance`."""
+    A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a probe
+    (random tokens; of a vision model also a text after an image) find weights that are not used: a
+    stale tied head, kept image features. Raises InputError if weights or log-probs of the trainer are
+    not finite, or k3 of a probe exceeds `max_mismatch`; WeightSyncError if the checksum differs, or a
+    probe's mean |log-prob difference| exceeds `tolerance`."""
     if engine.version == version:
         return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
     since = "at the start: see --model"
@@ -151,9 +150,8 @@ def _check_finite(model: PreTrainedModel, since: str) -> None:
 
 
 class CheckedStream:
-    """Iterates over (name, whole tensor) of the trainer's model, and keeps the checksum of what the
-    engine took. Names and tensors are as in the model's files: transformers holds the experts of a
-    layer in one tensor, and vLLM knows most families by their files."""
+    """Iterates over (name, whole tensor) of the trainer's model, by the names of the model's files,
+    and keeps the checksum of what the engine took."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, part: Part = "merged"):
         self.model, self.dtype, self.part = model, dtype, part

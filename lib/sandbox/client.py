@@ -1,7 +1,7 @@
-"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes. The other
-side is zygote.py: a warmed-up process, started once by each process here, that forks the sandboxes. The
-kernel provides their walls: sandbox_level() says which, docs/rewards.md what each level lets through. The
-memory limit is per process, so a sandbox takes at most memory_mb * processes."""
+"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes.
+zygote.py, started once by each process here, forks them. The kernel provides their walls:
+sandbox_level() says which, docs/rewards.md what each level lets through. The memory limit is per
+process, so a sandbox takes at most memory_mb * processes."""
 
 import importlib
 import os
@@ -211,9 +211,9 @@ def sandbox_level() -> str:
 
 
 def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
-    """function(argument), computed in a sandbox; both are JSON. None if it raises, dies or takes longer than
-    `seconds`. function: "module:name" of this project. The zygote calls the module's warm() once. Each call
-    then runs in a new fork, which knows the argument and nothing else of this process."""
+    """function(argument), computed in a sandbox; both are JSON. None if it raises, dies or takes longer
+    than `seconds`. function: "module:name" of this project, whose warm() the zygote calls once. Each
+    call runs in a new fork, which knows nothing else of this process."""
     module, _, name = function.partition(":")
     if sandbox_level() == "none":
         return getattr(importlib.import_module(module), name)(argument)

@@ -1,8 +1,8 @@
-"""The values that a program and its tests exchange, and the two sides that exchange them. Standard library only:
-SandboxFusion gets this file's text in front of a program (rewards/code.py).
+"""What a program and its tests exchange, and both sides. Standard library only: SandboxFusion gets
+this file's text in front of a program (rewards/code.py).
 
-A test sees a Remote, which sends plain values (JSON) to the program's process and gets plain values back. So the
-program's __eq__, patched builtins, frames and exit codes cannot change a verdict."""
+A test sees a Remote, which exchanges plain values (JSON) with the program's process. So the program's
+__eq__, patched builtins, frames and exit codes cannot change a verdict."""
 
 import ast
 import builtins

@@ -1,8 +1,8 @@
 """Walls around a process, which the Linux kernel provides.
 
-At level "namespaces" a process gets new namespaces (mount, pid, network, ipc, uts, user). Their root holds
-only the interpreter's libraries, read only, and a /tmp of its own. "landlock" and "rlimits" are for machines
-that refuse namespaces, as most containers do: a program can start no process and send no signals, and with
+At level "namespaces" a process gets new namespaces (mount, pid, network, ipc, uts, user). Their root
+holds only the interpreter's libraries, read only, and a /tmp. "landlock" and "rlimits" are for machines
+that refuse namespaces, as most containers do: a program can start no process and send no signals; with
 landlock it can open the same files only. At every level seccomp closes the network."""
 
 import contextlib
