@@ -221,11 +221,6 @@ def _describe(sample: dict) -> str:
     return f"data_source {sample['data_source']!r}, response {sample['solution_str'][:200]!r}"
 
 
-def _name_of(scorer: Scorer, key: str) -> str:
-    """Of a scorer's further value, among several scorers."""
-    return key if key == "pred" else f"{scorer.name}/{key}"
-
-
 @dataclass
 class PendingScores:
     """The scores of a batch that was submitted."""
@@ -259,7 +254,7 @@ class PendingScores:
                     manager._dropped(scorer.name, key, result.pop(key))
                 scores[row] += scorer.weight * score
                 if several:
-                    result = {_name_of(scorer, key): value for key, value in result.items()}
+                    result = {key if key == "pred" else f"{scorer.name}/{key}": result[key] for key in result}
                     result[scorer.name] = score
                 given = result | given  # the first scorer's "pred" stays
             for key, value in given.items():

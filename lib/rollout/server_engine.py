@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from lib import InputError
 from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
-from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
+from lib.distributed import Max, Metric, Sum, all_reduce_max, compute_device, is_on_one_node, on_first_rank
 from lib.model.routing import ROUTES, extended_routes
 from lib.rollout import Generated, RolloutEngine, add_responses, turn_seed
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, check_expanded, report_states, stop_token_ids
@@ -175,12 +175,10 @@ class ServerEngine(RolloutEngine):
                 self.weights.leave()
                 self._starts, self.servers.urls = starts, urls
         failure = None
-        if dist.get_rank() == 0:
-            try:
-                self.servers.order_all("/pause", params={"mode": "abort"})
-            except InputError as error:
-                failure = str(error)
-        failure = broadcast(failure)
+        try:
+            on_first_rank(lambda: self.servers.order_all("/pause", params={"mode": "abort"}))
+        except InputError as error:
+            failure = str(error)
         self.servers.begin(self._drain()).result()
         return failure
 

@@ -132,11 +132,6 @@ def drop_privileges(level: str) -> None:
     check(libc.prctl(4, 0, 0, 0, 0), "dumpable")  # nobody may trace init or read its memory
 
 
-def adopt_orphans() -> None:
-    """From now on an orphaned program becomes a child of this process."""
-    check(libc.prctl(36, 1, 0, 0, 0), "subreaper")
-
-
 def limit(**limits: int) -> None:
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
