@@ -1,4 +1,4 @@
-"""From responses to scores: decodes a response, calls the scorers, puts the score on its last token.
+"""From responses to scores: decodes a response, calls the scorers, scores its last token.
 
 A scorer is the user's own code, so it runs in other processes (supervisor.py). If it fails, its
 response gets failure_score, the failure is counted, and the run goes on. With workers=0 it runs in
@@ -93,7 +93,7 @@ class RewardManager:
 
     def _on_request(self, mask: torch.Tensor, columns: dict[str, Any], step: int) -> dict[str, Callable]:
         """The arguments ON_REQUEST, as functions of the row."""
-        decode = lru_cache(lambda ids: self.tokenizer.decode(list(ids)))  # a group's rows have one prompt
+        decode = lru_cache(lambda ids: self.tokenizer.decode(list(ids)))  # once for a group
         media = columns.get("multi_modal_data", [{}] * len(mask))
         return {
             "num_tokens": lambda i: int(mask[i].sum()),
@@ -231,7 +231,7 @@ class PendingScores:
     samples: dict[int, dict]  # by row, without aborted ones
     calls: list[tuple[int, list[int]]]  # (scorer, rows)
     answers: Iterable[Answer]
-    seconds: dict[int, float] = field(default_factory=dict)  # by index of the call; empty in a replay
+    seconds: dict[int, float] = field(default_factory=dict)  # by call; empty in a replay
 
     def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Metric]]:
         """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at each
@@ -278,7 +278,7 @@ class PendingScores:
             for row, (kind, value) in zip(rows, answers):
                 if kind == "ok":
                     response = text_hash(self.samples[row]["solution_str"])
-                    of_others += value.pop(OF, response) != response  # a changed worker may leave it out
+                    of_others += value.pop(OF, response) != response  # a hostile worker may lack it
                     manager._scored.add(name)
                     results[k, row] = value
                 else:

@@ -102,7 +102,7 @@ class Pool:
 
 
 def read_answers(text: bytes, samples: int) -> list:
-    """The [kind, value] of each sample. Checks their form, since a model's text may have changed the worker."""
+    """The [kind, value] of each sample, checked: a model's text may have changed the worker."""
 
     def is_answer(answer) -> bool:
         kind, value = answer

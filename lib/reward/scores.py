@@ -1,4 +1,4 @@
-"""Adds up the scores of a response from all sources: scorers, a reward model, tools and interactions."""
+"""Adds up a response's scores: of scorers, a reward model, tools and interactions."""
 
 import math
 import sys

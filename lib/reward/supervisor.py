@@ -51,7 +51,7 @@ SECONDS = struct.Struct("!d")  # how long a task took; an answer's, after its id
 PRINTED = ID.pack(2**64 - 1)  # in place of an answer's id: lines for the console
 
 
-# ---- in a worker -----------------------------------------------------------------------------------
+# ---- in a worker ----
 def _failure(error: BaseException) -> list[str]:
     traceback.clear_frames(error.__traceback__)  # frees the memory that the scorer held
     text = "".join(traceback.format_exception(error))
@@ -99,7 +99,7 @@ def _work(frames: Frames, notes: int, out: int, scorers: list[tuple[Callable, st
             frames.send(task[: ID.size] + mark + json.dumps(answers).encode())
 
 
-# ---- in the supervisor -----------------------------------------------------------------------------
+# ---- in the supervisor ----
 @dataclass(eq=False)
 class _Task:
     id: int
@@ -168,7 +168,7 @@ class _Supervisor:
             self._kill_orphans()
 
     def _exchange(self) -> None:
-        """Waits up to a second, or to the next deadline, for sockets that can be read or written. Serves them."""
+        """Waits up to a second, or to the next deadline, for sockets, and reads and writes them."""
         workers = {worker.frames.fileno(): worker for worker in self.workers}
         poll = select.poll()
         for frames in (self.trainer, *(worker.frames for worker in self.workers)):
@@ -279,7 +279,7 @@ class _Supervisor:
         return self.workers[-1]
 
     def _collect(self, worker: _Worker) -> None:
-        """Takes the answer to the worker's task, if it is whole. Any other message ends the worker."""
+        """Takes the answer to the worker's task, if it is whole. Other messages end the worker."""
         try:
             worker.frames.flush()
             answers = worker.frames.receive()
@@ -311,7 +311,7 @@ class _Supervisor:
         self._done(worker, json.dumps([failure] * worker.task.samples).encode())
 
     def _kill(self, worker: _Worker) -> tuple[int, str]:
-        """Ends a worker, its process group and all orphans. Returns (exit code, faulthandler's text)."""
+        """Ends a worker, its group and all orphans. Returns (exit code, faulthandler's text)."""
         with suppress(ProcessLookupError):
             os.killpg(worker.pid, signal.SIGKILL)
         os.kill(worker.pid, signal.SIGKILL)  # it may have left the group

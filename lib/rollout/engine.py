@@ -41,7 +41,7 @@ class Generated:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop" (after an end token or a stop string), "length" or "abort"
-    weight_versions: list[int] = field(default_factory=list)  # one per token, if the engine records them
+    weight_versions: list[int] = field(default_factory=list)  # one per token, if recorded
     routed_experts: torch.Tensor | None = None  # of prompt and response, if the engine returns them
 
 
@@ -63,11 +63,11 @@ class ImageProbe(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """What every engine has. If the model is split over ranks, all ranks make the calls together (collectives).
+    """What every engine has. If the model is split over ranks, the calls are collectives.
     make_engine constructs it as Class(model, tokenizer, **settings); see there for the settings."""
 
     in_process: bool = False  # whether it is a SteppedEngine
-    asynchronous: bool = False  # whether it also samples between start and collect, while ranks train
+    asynchronous: bool = False  # whether it samples while ranks train
     shares_weights: bool = False  # whether it samples with the trainer's own tensors
     takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
@@ -77,7 +77,7 @@ class RolloutEngine(Protocol):
     checksum: int | None = None  # weight_checksum of the weights that load_weights gave it
     dtype: torch.dtype | None = None  # of its weights; None: the trainer's
     lora_sync: str = "merged"  # or "adapter": LoRA's adapters come by themselves
-    verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync, set by sync_weights
+    verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync
     pad_token_id: int
     route_layers: Sequence[int] = ()  # the numbers of the layers whose experts it returns
     no_routes: torch.Tensor | None = None  # (0, layers, k) of these layers
@@ -106,16 +106,16 @@ class RolloutEngine(Protocol):
 
 
 class SteppedEngine(RolloutEngine, Protocol):
-    """An engine in this process, which agent steps. Single requests are made inside `with engine.session():`."""
+    """An engine in this process, which agent steps. Requests are made in `with engine.session():`."""
 
     in_process: bool = True
     long_steps: bool  # whether one step() runs its requests to their end
-    shared: bool  # whether other ranks hold a part of this engine, and so must step together with this one
+    shared: bool  # whether other ranks hold a part of it, and step together with this one
 
     def session(self) -> AbstractContextManager[None]: ...
 
     def submit(self, request_id: str, prompt_ids, sampling: Sampling, seed: int, media: Media | None = None) -> None:
-        """prompt_ids: with one placeholder for each image. Raises ValueError if the prompt is too long."""
+        """prompt_ids: with a placeholder for each image. Raises ValueError for a too long prompt."""
 
     def step(self) -> dict[str, Generated]:
         """Returns the requests that ended, by request_id."""
@@ -140,7 +140,7 @@ def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of an episode's turn, counted from 0. Turn 0 has the row's own seed, as a single turn has."""
+    """The seed of an episode's turn. Turn 0 has the row's own seed, as a single turn has."""
     if turn == 0:
         return seed
     number = -seed - (turn << 32)  # < 0; a token's noise hashes a number > 0
@@ -189,7 +189,7 @@ def add_responses(
     ids, mask, before = (prompts.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
     left = (P - ids.shape[1], 0)  # negative: drops columns that no rank needs
     ids, mask, before = F.pad(ids, left, value=pad_token_id), F.pad(mask, left), F.pad(before, left)  # (B, P)
-    # (B, T), or with mrope (B, 4, T); an image's last token may have a lower position than one before
+    # (B, T), or with mrope (B, 4, T); an image's last token may not have the highest position
     positions = before.amax(-1, keepdim=True) + torch.arange(1, T + 1, device=device)
     for position, own in zip(positions, position_ids or []):
         own = torch.as_tensor(own)
@@ -214,7 +214,7 @@ def add_responses(
 
 
 def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
-    """Adds weight_versions (B, T): each token's, -1 where none was sampled. rows: those of each response."""
+    """Adds weight_versions (B, T), -1 where no token was sampled. rows: of each response."""
     versions = torch.full_like(batch.batch["responses"], -1)
     for row, own in zip(versions, rows):
         row[: len(own)] = torch.tensor(own)

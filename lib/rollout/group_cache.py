@@ -33,7 +33,7 @@ class GroupCache(Cache):
         self._group(prompt_of_row)
 
     def _group(self, prompt_of_row: torch.Tensor) -> None:
-        """Gives each row a slot in an (n, G) grid with one line per prompt. G is the size of the largest group."""
+        """Gives each row a slot in an (n, G) grid, a line per prompt. G: size of the largest group."""
         sizes = prompt_of_row.bincount()
         order = prompt_of_row.argsort(stable=True)
         within = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes)[prompt_of_row[order]]
@@ -41,7 +41,7 @@ class GroupCache(Cache):
         self.slot = prompt_of_row * self.largest + torch.empty_like(order).index_copy(0, order, within)  # (R,)
 
     def attend(self, module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None):
-        """Attention of each row's one new token to its prompt and its response so far, called by packed_attention.
+        """Attention of each row's new token to its prompt and response so far, for packed_attention.
         query (R, H, 1, D); key, value (R, H_kv, t, D) of the responses. Returns (R, 1, H, D)."""
         layer = self.layers[module.layer_idx]
         layer.attended = True
@@ -52,7 +52,7 @@ class GroupCache(Cache):
         q = rearrange(query.float(), "r (k g) 1 d -> r k g d", k=H_kv)
         q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         out, lse = _attend(q, key[:, :, -layer.window :], value[:, :, -layer.window :])  # (R, H_kv, H / H_kv, D)
-        seen = min(layer.prompt_keys.shape[2], layer.window - t)  # tokens of a prompt that are inside the window
+        seen = min(layer.prompt_keys.shape[2], layer.window - t)  # prompt tokens inside the window
         if seen > 0:
             hidden = None if self.hidden is None else self.hidden[:, None, None, -seen:]
             groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy(0, self.slot, q)
@@ -109,7 +109,7 @@ def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:
 
 
 def _attend(q, k, v, hidden=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention (..., m, D) and the log-sum-exp (..., m, 1) of its scores, in fp32. Leaves out the hidden keys."""
+    """Attention (..., m, D) to keys not hidden, and the log-sum-exp (..., m, 1) of scores; fp32."""
     scores = q @ k.mT.float()
     if hidden is not None:
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)

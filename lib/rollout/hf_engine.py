@@ -155,7 +155,7 @@ class HFEngine(SteppedEngine):
     def _prefill(
         self, ids: torch.Tensor, mask: torch.Tensor, media: list[Media | None], cache: DynamicCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits (n, V) after each prompt, positions (n, P)). ids, mask (n, P), left-padded; fills the cache."""
+        """(logits (n, V) after each prompt, positions (n, P)). ids, mask: left-padded. Fills the cache."""
         n, P = ids.shape
         if any(media):
             last = torch.arange(1, n + 1, device=ids.device) * P - 1
@@ -165,7 +165,7 @@ class HFEngine(SteppedEngine):
         return self.model(input_ids=ids, position_ids=positions, logits_to_keep=1, **inputs).logits[:, -1], positions
 
     def _stop_strings(self, stop: tuple[str, ...], tokens: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        """(len(rows),) bool: the rows whose last token completes a stop string. tokens: (R,) at each t."""
+        """(len(rows),) bool: whose last token completes a stop string. tokens: (R,) at each t."""
         if not stop:
             return torch.zeros_like(rows, dtype=torch.bool)
         # in tokens: each has at least one byte, and the first loses a space
@@ -235,7 +235,7 @@ def known_cache(model: PreTrainedModel) -> str:
 
 
 def penalise(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Logits (B, V) with the repetition penalty of CTRL (arXiv 1909.05858) on the tokens seen (B, V)."""
+    """Logits (B, V) with CTRL's repetition penalty (arXiv 1909.05858) on the tokens seen (B, V)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 

@@ -123,7 +123,7 @@ class ManagedServers:
         return [starts for _, starts in self.states()]
 
     def start_anew(self, starts: list[int]) -> None:
-        """Ends the servers of these starts. `states` waits until they are back, without weights. A collective."""
+        """Ends the servers of these starts. They come back without weights. A collective."""
         if dist.get_rank() == 0:
             for i, number in enumerate(starts):
                 self._store.set(f"bad start {i}", str(number))
@@ -199,7 +199,7 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
             since = time.monotonic()
             while not server.is_lost() and _told(store, f"bad start {server.number}", 0) < starts:
                 _serving(store, f"serving {server.url}")
-            store.set(f"server {server.number}", "null")  # a get that has found the key must read JSON
+            store.set(f"server {server.number}", "null")  # a get must read JSON
             if not server.is_lost():
                 why = "is started again, as weights did not reach it"
                 print(f"{server} {why}; its log: {server.log}", file=sys.stderr)
@@ -236,7 +236,7 @@ class Server:
         return f"vLLM server {self.number} ({self.url})"
 
     def start(self, store: dist.Store, start_s: float) -> bool:
-        """Returns whether it is healthy. Otherwise it ended, or took longer than start_s (0: no limit)."""
+        """Whether it is healthy. Else it ended, or took longer than start_s (0: no limit)."""
         self._take_port()
         self._silent = ""
         enter_stage(f"starting {self}", limited=False)
@@ -283,7 +283,7 @@ class Server:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_S)
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # its number is taken as long as the guard lives
+            os.killpg(self.process.pid, signal.SIGKILL)  # the guard keeps its number taken
         self.process.wait()
 
     def is_lost(self) -> bool:
@@ -291,7 +291,7 @@ class Server:
         return self.process.poll() is not None or bool(self._silent)
 
     def _watch(self, process: subprocess.Popen) -> None:
-        """In a thread, as the engine may take long to answer: notes if the process, or its engine, hangs."""
+        """In a thread, as answers may take long: notes if the process, or its engine, hangs."""
         while process.poll() is None:
             for path, limit in ANSWERS.items():
                 begin = time.monotonic()
@@ -302,7 +302,7 @@ class Server:
             time.sleep(LOOK_S)
 
     def why_it_ended(self, was_healthy: bool) -> str:
-        """Also names the first error at the log's end, which caused those that follow, or else its last line."""
+        """With the first error at the log's end, which caused the others, or else its last line."""
         code = self.process.poll()
         if self._silent:
             return self._silent
@@ -356,7 +356,7 @@ def _write_files(order: Mapping[str, Any], store: dist.Store) -> None:
         file, content = folder / name, b"".join(store.get(piece) for piece in pieces)
         if not (file.is_file() and file.read_bytes() == content):
             file.parent.mkdir(parents=True, exist_ok=True)
-            new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it, too
+            new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it
             private(new).write_bytes(content)
             new.replace(file)
 
@@ -376,7 +376,7 @@ def _environment(world: World, tensor_parallel_size: int, key: str) -> dict[str,
 
 
 def _own_address() -> str:
-    """Where this node's servers listen: loopback if the job has one node, else the address towards rank 0."""
+    """Where this node's servers listen: loopback on one node, else the address towards rank 0."""
     if is_on_one_node():
         return "127.0.0.1"
     host = os.environ["MASTER_ADDR"]

@@ -31,7 +31,7 @@ LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-3  # rounding can raise a log-prob 
 
 
 class NoRecorder:
-    """Computes everything, as do Recorder and Replayer between `end` and the next `begin`: in validation."""
+    """Computes everything, as Recorder and Replayer do in validation, between `end` and `begin`."""
 
     replays = False  # whether steps get what was recorded
     replaying = False  # whether the present step does: not between steps
@@ -47,7 +47,7 @@ class NoRecorder:
         return self.record("rollout", produce)
 
     def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
-        """The same for plain data that comes one by one: (i, lengths[i] values), in any order of i."""
+        """The same for plain data that comes one by one: (i, lengths[i] values), in any order."""
         return items
 
     def end(self, batch: DataProto) -> None:
@@ -139,7 +139,7 @@ class Replayer(_RecordOnDisk):
         return taken
 
     def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
-        """Raises InputError if other prompts were recorded, or with any_order groups of other sizes."""
+        """Raises InputError for other prompts than recorded, or with any_order other group sizes."""
         batch = super().rollout(prompts, produce)
         asked = _group_sizes if any_order else _asked
         if asked(prompts) != asked(batch):
@@ -154,7 +154,7 @@ class Replayer(_RecordOnDisk):
         return taken
 
     def end(self, batch: DataProto) -> None:
-        """Raises InputError if the recorded step sampled more: the next one would get other prompts."""
+        """Raises InputError if the recorded step sampled more: the next would get other prompts."""
         recorded, used = len(list(self.at.glob("rollout_*"))), self.taken["rollout"]
         if used < recorded:
             raise self._other_flags(f"step {self.step} took {used} of its {recorded} rollouts")
@@ -189,7 +189,7 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps of which a rank recorded something, in order. Folders of checkpoints do not count."""
+    """The steps of which a rank recorded something. Folders of checkpoints do not count."""
     found = {path.parent for path in folder.glob("step_*/rank_*_of_*")}
     return sorted(int(path.name[5:]) for path in found if path.name[5:].isdecimal())
 

@@ -35,13 +35,13 @@ from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
 
-# what a request leaves out, vLLM's server takes from the model's generation_config.json or from its flags
+# without them vLLM's server takes the model's generation_config.json, or its own flags
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False}
 NEUTRAL |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 GENERATE = "/inference/v1/generate"
-# vLLM sends an image to its engine process once. If a pause ends that request, those after it fail, each once
+# vLLM sends an image to its engine once. If a pause ends that request, those after it fail once
 PICTURE_ATTEMPTS = 3
-LEASE_S = 900.0  # from a sync of weights; a longer step may lose the servers to another run, and says so
+LEASE_S = 900.0  # from a sync on; a longer step may lose the servers to another run, and says so
 STOP_S = 0.5  # longest gap between answers after a pause; requests without one are sampled again
 T = TypeVar("T")
 ATTEMPTS = 3  # to give the managed servers weights
@@ -57,7 +57,7 @@ class Pictures(NamedTuple):
 
 
 def is_over(pid: int) -> bool:
-    """Whether this process's run has ended: it is gone, or is this one, which begins another run."""
+    """Whether the process is gone, or is this one, which begins another run."""
     return pid == os.getpid() or not psutil.pid_exists(pid)
 
 
@@ -124,7 +124,7 @@ class ServerEngine(RolloutEngine):
         if self.max_length < max_length:
             why = f"the server's max_model_len is {self.max_length}, prompt and response need {max_length}"
             raise server_error(url, f"{why}: start it with --max-model-len {max_length}")
-        self.servers.ask(url, "POST", "/resume")  # an earlier run may have ended while the server was paused
+        self.servers.ask(url, "POST", "/resume")  # an earlier run may have left it paused
         certain = self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=[0])
         if self.servers.begin(certain).result()["logprobs"]["token_logprobs"][0] < -1e-3:
             why = "the server's log-probs are not those of the distribution that it samples from"
@@ -145,7 +145,7 @@ class ServerEngine(RolloutEngine):
         return True
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Gives the servers the trainer's weights. Responses in progress go on with them. A collective."""
+        """Gives the servers the trainer's weights. Responses in flight go on with them. A collective."""
         on_first_rank(lambda: self._take_lease(LEASE_S))
         stream = CheckedStream(model, self.dtype)
         self._on_loop(self._open.clear)
@@ -183,7 +183,7 @@ class ServerEngine(RolloutEngine):
         return failure
 
     async def _drain(self) -> None:
-        """Waits until no request is at a server: one that came after the pause would wait for weights."""
+        """Waits until no request is at a server: a late one would wait for the new weights."""
         running, first = set(self._posted), asyncio.FIRST_COMPLETED
         while running:
             done, running = await asyncio.wait(running, timeout=STOP_S, return_when=first)
@@ -234,7 +234,7 @@ class ServerEngine(RolloutEngine):
         return batch
 
     def turns_and_pictures(self, prompts: Iterable, media: Sequence) -> list[tuple[int, Pictures | None]]:
-        """The turn and the pictures of each prompt. Pictures are encoded once for equal prompts."""
+        """The turn and the pictures of each prompt. Equal prompts are encoded once."""
         keys = [(tuple(map(int, ids)), own.hash if own else 0) for ids, own in zip(prompts, media)]
         with_images = {key: own for key, own in zip(keys, media) if own}
         with ThreadPoolExecutor() as pool:  # of as many threads as there is to encode
@@ -242,7 +242,7 @@ class ServerEngine(RolloutEngine):
         return [(turn, pictures.get(key)) for turn, key in zip(self.turns(keys), keys)]
 
     def turns(self, prompts: list) -> list[int]:
-        """A turn for each prompt. Equal neighbours share a server, and so the prompt's keys and values."""
+        """A turn for each prompt. Equal neighbours share a server, and so a cached prefix."""
         found: list[int] = []
         for i, prompt in enumerate(prompts):
             found.append(found[-1] if i and prompt == prompts[i - 1] else next(self._turns))
@@ -259,7 +259,7 @@ class ServerEngine(RolloutEngine):
         return Pictures(media.ids, [*known, *({"type": "image_url", "url": url} for url in urls)])
 
     def begin(self, coroutine, state: Callable[[], str] = lambda: "running") -> Future:
-        """Runs it on the event loop of the requests. Its end wakes wait_until. state: what it does now."""
+        """Runs it on the requests' event loop. Its end wakes wait_until. state: what it does now."""
         future = self.servers.begin(coroutine)
         self._running[future] = state
         future.add_done_callback(self._end)
@@ -358,7 +358,7 @@ class ServerEngine(RolloutEngine):
         return task.result()
 
     def _end_at_seam(self, row: Generated, n: int, stop: tuple[str, ...]) -> None:
-        """Ends the row at a stop string that began in its first n tokens, before its last request."""
+        """Ends the row at a stop string that began in its first n tokens."""
         longest = max((len(text.encode()) for text in stop), default=0) + 1  # in tokens, as in hf_engine.py
         start, last = max(0, n - longest), min(n + longest, len(row.token_ids))
 
@@ -382,7 +382,7 @@ class ServerEngine(RolloutEngine):
         self._ended.set()
 
     def metrics(self) -> dict[str, Metric]:
-        """Requests sampled again since the last call, after the loss of a managed server; its restarts."""
+        """Requests sampled again since the last call, and restarts of managed servers."""
         resampled, self._resampled = self._resampled, 0
         again = sum(self._starts) - len(self._starts)
         return {"perf/requests_resampled": Sum(resampled), "perf/server_restarts": Max(again)}

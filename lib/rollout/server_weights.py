@@ -1,4 +1,4 @@
-"""How vLLM servers get the trainer's weights: the first rank broadcasts to all of their workers, or writes a file."""
+"""How vLLM servers get weights: the first rank broadcasts to all workers, or writes a file."""
 
 import shutil
 import time
@@ -95,7 +95,7 @@ class ServerWeights:
         self._finish(self.servers.order("/finish_weight_update"))
 
     def _connect(self, device: torch.device) -> Any:
-        """The process group of the trainer's first rank (its rank 0) and all workers, server after server."""
+        """The process group of the trainer's first rank and all workers, server after server."""
         urls = self.servers.urls
         sizes = [self.servers.ask(url, "GET", "/get_world_size")["world_size"] for url in urls]
         host, size = _address_towards(urls), 1 + sum(sizes)
@@ -120,7 +120,7 @@ class ServerWeights:
         return joined.result()
 
     def _finish(self, replies: list[Future], work: dist.Work | None = None) -> None:
-        """Waits for the replies and the work. One may hang if the other failed, both if a worker is lost."""
+        """Waits for the replies and the work. One may hang if the other failed, or a worker is lost."""
         start = asked = time.monotonic()
         while True:
             try:
@@ -147,7 +147,7 @@ class ServerWeights:
         return InputError(f"--rollout-engine {urls}: the broadcast of weights broke off ({reason})")
 
     def _write_and_reload(self, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-        """folder: a new one at each sync, since a network disk may show the old file of a known path."""
+        """folder: a new one at each sync, since a network disk may show an old file."""
         folder.mkdir(parents=True, exist_ok=True)
         whole = {name: tensor.cpu().contiguous() for name, tensor in weights}
         save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})

@@ -49,7 +49,7 @@ def answered(found: dict) -> Generated:
 
 
 class Servers:
-    """The servers at `urls`. Errors are InputErrors and name the server. key: each request shows it."""
+    """The servers at `urls`. Errors are InputErrors that name the server. key: of each request."""
 
     def __init__(self, urls: list[str], key: str | None = None):
         self.urls = [url.rstrip("/") for url in urls]
@@ -124,7 +124,7 @@ class Servers:
         raise kind(f"--rollout-engine {url}: {what}")
 
     async def generate(self, url: str, prompt_ids: list[int], settings: dict) -> Generated:
-        """What a server with the route of vllm_batches.py samples. It gets requests of one moment together."""
+        """Samples by the route of vllm_batches.py. Requests of one moment go together."""
         name, answer = f"{self._name} {next(self._numbers)}", self.loop.create_future()
         request = {"id": name, "prompt_token_ids": prompt_ids, "settings": settings}
         self._next_batch(url).begin.append((request, answer))

@@ -34,7 +34,7 @@ HOLDS = {  # the strongest level first
     "none": "programs are not run; mathematics is read in the scorer's own process",
 }
 SHELL_READS = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives")
-_zygotes: dict[str, socket.socket] = {}  # by the module that it has imported; forks of this process share them
+_zygotes: dict[str, socket.socket] = {}  # by imported module; shared with forks of this process
 _idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes for evaluate(), by function
 _lock = threading.Lock()
 announces = True  # whether sandbox_level() prints what it found
@@ -61,7 +61,7 @@ def _outermost(paths) -> list[str]:
 
 @lru_cache
 def _folders() -> dict[str, list[str]]:
-    """The libraries that a program can read, and folders in them that are hidden, as they may hold the tests."""
+    """The libraries that a program can read, and hidden folders in them, which may hold the tests."""
     stdlib = sysconfig.get_path("stdlib")
     shared = [f"{sys.base_prefix}/lib", stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
     hidden = [f"{stdlib}/site-packages", f"{stdlib}/dist-packages", "/usr/lib/python3/dist-packages"]
@@ -69,7 +69,7 @@ def _folders() -> dict[str, list[str]]:
 
 
 def make_spec(packages: tuple = ("numpy",), **options) -> dict:
-    """The first message to a sandbox. options: level, form, program, and what differs from the defaults."""
+    """The first message to a sandbox. options: level, form, program, and other values."""
     site = sysconfig.get_path("purelib")
     folders = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
     spec: dict = {"packages": [path for path in folders if Path(path).is_dir()], "sys_path": [site], **_folders()}
@@ -83,7 +83,7 @@ class Shell:
     `folders` (names in /, on one file system of folder_mb), which are empty at first and end with it."""
 
     def __init__(self, folders: tuple[str, ...], memory_mb: int, folder_mb: int):
-        """Raises InputError where the kernel allows no namespaces, RuntimeError if the sandbox does not start."""
+        """Raises InputError without namespaces, RuntimeError if the sandbox does not start."""
         if (level := sandbox_level()) != "namespaces":
             why = f"the strongest here is {level}"
             raise InputError(f"shell commands need a sandbox of level namespaces, and {why}")
@@ -94,7 +94,7 @@ class Shell:
         spec |= {"memory_mb": memory_mb, "folder_mb": folder_mb, "output_mb": folder_mb}
         spec |= {"processes": 32, "open_files": 256, "total_timeout": 3600}
         self.conn = connect(make_spec(form="shell", level=level, **spec))
-        self.lock = threading.Lock()  # an answer that nobody waits for comes before the next command
+        self.lock = threading.Lock()  # an unread answer comes before the next command
 
     @staticmethod
     @lru_cache
@@ -108,7 +108,7 @@ class Shell:
         return own | {"", "dev", "lib", "lib64", "bin", "proc", "sys", "tmp"}
 
     def exec(self, command: str, timeout_s: float) -> tuple[int, str]:
-        """(exit code, output), as zygote.run_shell says. Raises RuntimeError if the sandbox is gone."""
+        """(exit code, output), see zygote.run_shell. Raises RuntimeError if the sandbox is gone."""
         with self.lock:
             try:
                 send(self.conn, [command, timeout_s])

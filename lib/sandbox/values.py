@@ -34,7 +34,7 @@ def send(sock, message) -> None:
 
 
 def receive(sock, deadline: float | None = None):
-    """The next message. Raises TimeoutError after `deadline` (time.monotonic), EOFError if there is none."""
+    """The next message. Raises TimeoutError after `deadline` (monotonic), EOFError at the end."""
 
     def exactly(size):
         data = bytearray()
@@ -121,17 +121,17 @@ def load(program: str, name: str, prelude: str = "") -> None:
 
 
 class Program:
-    """Answers what a Remote asks. An object that is no plain value stays here, and only its number is sent."""
+    """Answers what a Remote asks. Of an object that is no plain value it sends a number."""
 
     def __init__(self, program: str, prelude: str):
         self.objects: list = []
         self.numbers: dict[int, int] = {}  # by id()
-        with contextlib.suppress(SystemExit):  # a script's end; what it has defined by then can be called
+        with contextlib.suppress(SystemExit):  # a script's end; what it has defined can be called
             load(program, "solution", prelude)
         self.namespace = vars(sys.modules["solution"])
 
     def names(self) -> list[list]:
-        """[name, the module's own name if it is a module], of all that the program defines or imports."""
+        """[name, its own name if it is a module], of all that the program defines or imports."""
         found: list[list] = []
         for name, value in self.namespace.items():
             if not name.startswith("__"):
@@ -179,7 +179,7 @@ def serve(channel, program: str, prelude: str) -> None:
 
 
 def answer_once(program: str, prelude: str) -> None:
-    """Answers one request, for SandboxFusion, which runs scripts: from stdin, in the last line of stdout."""
+    """Answers one request of SandboxFusion: from stdin, in the last line of stdout."""
     out = os.fdopen(os.dup(1), "w")
     request = json.loads(sys.stdin.readline())
     out.write("\n" + json.dumps(Program(program, prelude).answer(request)) + "\n")
@@ -197,7 +197,7 @@ class Wrong(BaseException):
 
 
 class Remote:
-    """A name or an object of the program, in the tests. Equals itself, not None; other comparisons raise Wrong."""
+    """A name or an object of the program. Equals itself, not None; other comparisons raise Wrong."""
 
     def __init__(self, ask, ref):
         vars(self).update(_ask=ask, _ref=ref)
@@ -253,7 +253,7 @@ def asker(channel, nan_is_wrong: bool):
 
 
 def same(got, expected) -> bool:
-    """Equality as JSON values: tuples and arrays are lists, keys text, floats equal to 1e-6, True not 1."""
+    """Equality as JSON: tuples and arrays are lists, keys text, floats equal to 1e-6, True not 1."""
     got = got.tolist() if hasattr(got, "tolist") else got
     if isinstance(got, list | tuple) and isinstance(expected, list):
         return len(got) == len(expected) and all(map(same, got, expected))
@@ -273,7 +273,7 @@ def right(got, expected) -> bool:
 
 
 def tools(names: list[list], texts: list[str], packages: list[str]) -> dict:
-    """Modules that the tests use but only the program imports: this process's own of these names."""
+    """Modules that tests use but only the program imports: this process's own."""
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     known = {*sys.stdlib_module_names, *packages}
