@@ -26,7 +26,7 @@ from planner.plan import Engine, EngineRates, Row, simulate
 RESULT = ROOT / "benchmarks/results/plan.json"
 SERVERS = ROOT / "benchmarks/results/server_rollout.json"
 REQUESTS = 512  # of benchmarks/server_rollout.py
-SLOTS = 512  # of an engine on a CPU: lib/rollout/vllm_engine.py
+SLOTS = 512  # of an engine on a CPU: lib/rollout/vllm_start.py
 LEVELS = {"apart, level 0": 0, "apart, level 1": 1, "apart, level 2": 2}
 
 

@@ -1,4 +1,4 @@
-r"""Scorer for programs: runs the response's Python against tests, in a sandbox (lib/sandbox/zygote.py).
+r"""Scorer for programs: runs the response's Python against tests, in a sandbox (lib/sandbox/).
 
 The ground truth is a dict, a list or its JSON text, in one of these forms:
     {"prompt", "test", "entry_point"}                        HumanEval: test defines check(candidate)
@@ -20,7 +20,7 @@ it with a value is a wrong answer, also by !=. A NaN is a wrong answer, too, unl
 Two tricks remain possible: a program may look the arguments up in a table of known inputs, and in MBPP's form a test
 may call the program's own helpers.
 
-lib/sandbox/zygote.py says what the sandbox is made of, and docs/rewards.md what each level lets through.
+lib/sandbox/walls.py says what the sandbox is made of, and docs/rewards.md what each level lets through.
 """
 
 import ast
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib import InputError
-from lib.sandbox import GRACE, connect, hang_up, make_spec, receive, sandbox_level, send, zygote
+from lib.sandbox import GRACE, connect, hang_up, make_spec, receive, sandbox_level, send, values
 from rewards.answers import without_thoughts
 
 FENCE = re.compile(r"(.*?)(?<![`~])(`{3,}|~{3,})(?![`~])([^`~]*)")  # of a Markdown block: what is before, marks, label
@@ -120,7 +120,7 @@ def parse_tests(ground_truth) -> Tests:
         elif truth.get("fn_name"):
             name = truth["fn_name"]
             cases = [_call(name, *case) for case in zip(truth["inputs"], truth["outputs"], strict=True)]
-            tests = Tests("calls", cases, prelude=zygote.PRELUDE, entries=(name,))
+            tests = Tests("calls", cases, prelude=values.PRELUDE, entries=(name,))
         else:
             cases = [tuple(map(_text, case)) for case in zip(truth["inputs"], truth["outputs"], strict=True)]
             tests = Tests("stdin", cases)
@@ -242,8 +242,7 @@ def _attempt_remote(url: str, spec: dict, tests: Tests, final: set, end: float) 
         return ["wrong" if verdict == "passed" and not same_output(out, expected) else verdict]
 
     def pass_call(request: list) -> dict:
-        code = f"{Path(zygote.__file__).read_text().partition(chr(10) + 'if __name__')[0]}\n"
-        code += f"answer_once({program!r}, {spec['prelude']!r})\n"
+        code = Path(values.__file__).read_text() + f"\nanswer_once({program!r}, {spec['prelude']!r})\n"
         verdict, out = _post(url, code, json.dumps(request) + "\n", timeout, end)
         try:
             return json.loads(out.splitlines()[-1]) if verdict == "passed" else {"error": [verdict, ""]}

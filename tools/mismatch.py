@@ -38,7 +38,8 @@ from lib.distributed import full_tensor, iter_full_params
 from lib.model import NEVER, add_lora, least_kept, load_model, load_tokenizer, log_probs_of
 from lib.model.log_probs import batched_log_probs
 from lib.rollout import Rollouts
-from lib.rollout.hf_engine import GroupLayer, HFEngine
+from lib.rollout.group_cache import GroupLayer
+from lib.rollout.hf_engine import HFEngine
 from lib.rollout.replay import recorded_steps
 from lib.run.run_config import read_json
 from lib.sampling import Sampling
@@ -201,7 +202,8 @@ class Batch:
         """By the flags."""
         own, more = self.args.rollout, parse_json("vllm_kwargs", self.args.rollout.vllm_kwargs)
         kernels = "vllm" if (own.starts_vllm or own.on_servers) and has_vllm() else "hf"
-        merged = self.args.model.lora_rank and (own.starts_vllm or own.on_servers) and own.lora_sync != "adapter"
+        adapts = own.starts_vllm and more.get("enable_lora", self.trainer.dtype != "float32")
+        merged = self.args.model.lora_rank and (own.starts_vllm or own.on_servers) and not adapts
         return replace(
             self.trainer,
             kernels=kernels,
@@ -346,13 +348,13 @@ class Batch:
         if wanted not in self._engines:
             more = parse_json("vllm_kwargs", self.args.rollout.vllm_kwargs)
             more |= {"kv_cache_dtype": setting.kv_cache, "quantization": setting.quantization}
+            more["enable_lora"] = setting.lora != "merged"
             self._engines[wanted] = VLLMEngine(
                 self.model,
                 self.tokenizer,
                 folder=self.folder / f"vllm_{len(self._engines)}",
                 dtype=FLOATS[setting.dtype],
                 more={name: value for name, value in more.items() if value not in ("auto", None)},
-                lora_sync=setting.lora if setting.lora == "merged" else "adapter",
                 max_length=max(len(p) + len(r) for p, r in zip(self.prompts, self.responses)) + 8,
                 gpu_memory=self.args.rollout.gpu_share,
                 rows=max(256, len(self.prompts)),

@@ -15,9 +15,10 @@ from benchmarks.gpu_check.scripts import TINY, run_script
 MOE = f"--config {ROOT}/data/toy/preset.yaml --model {ROOT}/data/toy_moe/model --routing-replay"
 CACHE = '"kv_cache_memory_bytes":1073741824'  # of each: several run at a time
 EAGER = f'--total-steps 2 --vllm-kwargs {{"enforce_eager":true,{CACHE}}}'
+ADAPTER = EAGER.replace("true,", 'true,"enable_lora":true,')
 RUNS = {
     "16 steps": f"--total-steps 16 --vllm-kwargs {{{CACHE}}}",
-    "LoRA, adapters": f"{EAGER} --lora-rank 8 --lora-sync adapter",
+    "LoRA, adapters": f"{ADAPTER} --lora-rank 8",
     "--batch-invariant": f"{EAGER} --batch-invariant",
     "MoE, --routing-replay none": f"{EAGER} {MOE} none",
     "MoE, --routing-replay R2": f"{EAGER} {MOE} R2",

@@ -193,9 +193,6 @@ class RolloutArgs(Group):
     batch_invariant: Annotated[bool, MAY_CHANGE] = False
     """vLLM's batch-invariant kernels, on GPUs: a token's log-prob does not depend on what else is in the batch; slower
     (docs/mismatch.md)"""
-    lora_sync: Literal["auto", "adapter", "merged"] = "auto"
-    """how vLLM in the training processes gets LoRA: the adapter alone at each sync, or weights merged with it; auto:
-    the adapter where merging rounds too much of an update away, which the run measures and prints. Servers: merged"""
     max_mismatch: Annotated[float | None, Gt(0), MAY_CHANGE] = None
     """largest k3 in nats between engine and trainer, at the probe of a sync and in each step; above it the run stops.
     Empty: no limit, with a quantized engine 0.1"""

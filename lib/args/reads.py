@@ -94,7 +94,6 @@ TABLE: tuple[Row, ...] = (
     # rollouts and rewards
     Row("no replay", "rollout_engine"),
     Row("rollout_engine vllm", "rollout_tensor_parallel_size gpu_memory_utilization vllm_kwargs batch_invariant"),
-    Row("lora_rank and rollout_engine vllm and no rollout_gpus", "lora_sync"),
     Row("async_level", "async_order"),
     Row("multi_turn.tools or multi_turn.interaction", " ".join(f"multi_turn.{name}" for name in LIMITS.split())),
     Row("multi_turn.tools or multi_turn.interaction or agent", "multi_turn.context_window multi_turn.compact_at"),

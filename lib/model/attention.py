@@ -39,7 +39,7 @@ def packed_attention(
     """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
 
     A token attends to the earlier ones of its path in the prefix tree. packing.py's `packed_runs` (packed_sdpa) or
-    `packed_sequences` (varlen) say which tokens these are. A `group_cache` (hf_engine.py) computes the attention
+    `packed_sequences` (varlen) say which tokens these are. A `group_cache` (group_cache.py) computes the attention
     itself. With none of them this is transformers' own SDPA.
 
     In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all N

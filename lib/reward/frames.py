@@ -1,6 +1,5 @@
 """Messages over a socket between two processes, one of which may write nonsense. Standard library only.
-A message is its length, a CRC-32 and its bytes. On a non-blocking socket nothing here waits: what has come in part is
-kept until the rest comes, and what cannot be sent yet is kept until flush()."""
+A message is its length, a CRC-32 and its bytes. On a non-blocking socket nothing here waits."""
 
 import socket
 import struct

@@ -1,17 +1,15 @@
-"""From responses to scores: decodes a response, scores it by plain functions, and puts the score on its last token.
+"""From responses to scores: decodes a response, calls the scorers, scores its last token.
 
-A scorer is the user's own code, so it runs in other processes (lib/reward/pool.py), with a time and a memory limit. If
-it hangs, crashes, raises or returns no finite number, its response gets failure_score. The failure is counted, the
-first of each kind is shown, and the run goes on. Without workers, scorers run in this process, one after the other, and
-an exception stops the run: this is for breakpoint(). verl's naive manager is workers=0, prime is workers of 1 or more,
-batch is a batched scorer."""
+A scorer is the user's own code, so it runs in other processes (supervisor.py). If it fails, its
+response gets failure_score, the failure is counted, and the run goes on. With workers=0 it runs in
+this process, and an exception stops the run: this is for breakpoint()."""
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import count, groupby, islice
+from itertools import chain, count, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
@@ -34,14 +32,15 @@ from lib.rollout import NoRecorder
 from lib.seeds import seeded
 
 SHADOW = "shadow/"  # begins the names of values that nothing is trained on
-ALWAYS = 16  # responses; a scorer that has failed on this many, on all ranks, and never succeeded, stops the run
+ALWAYS = 16  # a scorer that failed on its first responses, this many over all ranks, stops the run
+Answer = tuple[int, list, float]  # index of the call, [kind, value] of each of its rows, seconds
 
 
 @dataclass(eq=False)
 class RewardManager:
-    """Scores batches by the scorers of load_scorers while the caller does something else. A truncated or empty response
-    is scored as it is. An aborted one (no trained token) is not scored and gets 0. Of an agent's episode the last
-    answer is scored, unless the agent gave a reward."""
+    """Scores batches by the scorers of load_scorers while the caller does something else. An aborted
+    response (no trained token) is not scored and gets 0. Of an agent's episode the last answer is
+    scored, unless the agent gave a reward."""
 
     scorers: list[Scorer]
     tokenizer: PreTrainedTokenizerBase
@@ -50,13 +49,12 @@ class RewardManager:
     memory_mb: int = 2048  # MiB that a worker may take beyond what the scorers' imports took
     failure_score: float | None = None  # of a response whose scorer failed; None: NaN
     recorder: NoRecorder = field(default_factory=NoRecorder)
-    seed: int = 0
-    """what a scorer draws depends on it, the response's uid and its number in the group, so on no rank or worker"""
+    seed: int = 0  # with a response's uid and number in the group, decides what a scorer draws
     log: Path | None = None  # for what scorers print in workers; None: it is dropped
 
     def __post_init__(self) -> None:
         self._pool: Pool | None = None
-        self._functions: list[Callable] | None = None
+        self._functions: list[Callable] | None = None  # without workers
         if not self.recorder.replays:
             self._start()
         self._scored: set[str] = set()  # names of scorers that have given a score
@@ -67,22 +65,37 @@ class RewardManager:
         self._dropped_keys: set[tuple[str, str]] = set()  # (name, key)
 
     def submit(self, batch: DataProto, step: int = 0) -> "PendingScores":
-        """Decodes the responses and hands them to the workers. Without workers, scores them. step: of the run, for a
-        scorer that asks for it. Rows of equal uid are a group, which a group scorer gets whole."""
-        mask = batch.batch["response_mask"].cpu()
-        responses, columns = batch.batch["responses"].cpu(), batch.non_tensor_batch
+        """Decodes the responses and hands them to the workers; without workers, scores them. step: for
+        scorers that ask for it. A group scorer gets all rows of a uid."""
+        mask, columns = batch.batch["response_mask"].cpu(), batch.non_tensor_batch
         rows = mask.any(1).nonzero().flatten().tolist()
         if "answer" in columns:  # of --agent
             rows = [i for i in rows if columns["answer"][i] is not None]
-        texts = list(columns["answer"][rows]) if "answer" in columns else self._texts(responses[rows], mask[rows])
+            texts = list(columns["answer"][rows])
+        else:
+            texts = self._texts(batch.batch["responses"].cpu()[rows], mask[rows])
         truths = [columns["reward_model"][i]["ground_truth"] for i in rows]
         sources, infos = columns["data_source"][rows], columns["extra_info"][rows]
         samples = {i: dict(zip(ARGUMENTS, row)) for i, *row in zip(rows, sources, texts, truths, infos)}
+
         uids = list(columns.get("uid", [""] * len(mask)))
-        calls = [(k, part) for k, scorer in enumerate(self.scorers) for part in _parts(scorer.form, rows, uids)]
-        media: Any = columns.get("multi_modal_data", [{}] * len(mask))
-        decode = lru_cache(lambda ids: self.tokenizer.decode(list(ids)))  # a group's rows have one prompt
-        on_request: dict[str, Callable] = {  # by row; ON_REQUEST names them
+        in_group: dict[str, count] = defaultdict(count)
+        keys = [f"{self.seed} {uid} {next(in_group[uid])}" for uid in uids]
+        on_request = self._on_request(mask, columns, step)
+        calls, tasks = [], []
+        for k, scorer in enumerate(self.scorers):
+            for part in _parts(scorer.form, rows, uids):
+                given = [samples[i] | {name: on_request[name](i) for name in scorer.requested} for i in part]
+                calls.append((k, part))
+                tasks.append((k, self.timeout_s * len(part), given, f"{keys[part[0]]} {scorer.name}"))
+        answers = iter(()) if self.recorder.replaying else self._answers(tasks, step)
+        return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
+
+    def _on_request(self, mask: torch.Tensor, columns: dict[str, Any], step: int) -> dict[str, Callable]:
+        """The arguments ON_REQUEST, as functions of the row."""
+        decode = lru_cache(lambda ids: self.tokenizer.decode(list(ids)))  # once for a group
+        media = columns.get("multi_modal_data", [{}] * len(mask))
+        return {
             "num_tokens": lambda i: int(mask[i].sum()),
             "response_length": lambda i: 1 + int(mask[i].nonzero().max()),
             "max_response_length": lambda i: columns["max_response_length"][i],
@@ -92,25 +105,16 @@ class RewardManager:
             "images": lambda i: media[i].get("image", []),
             "step": lambda _: step,
         }
-        in_group: dict[str, count] = defaultdict(count)
-        keys = [f"{self.seed} {uid} {next(in_group[uid])}" for uid in uids]
-        tasks = []
-        for k, part in calls:
-            scorer = self.scorers[k]
-            given = [samples[i] | {name: on_request[name](i) for name in scorer.requested} for i in part]
-            tasks.append((k, self.timeout_s * len(part), given, f"{keys[part[0]]} {scorer.name}"))
-        answers = iter(()) if self.recorder.replaying else self._answers(tasks, step)
-        return PendingScores(self, mask, batch.batch["response_mask"].device, samples, calls, answers)
 
     def _texts(self, responses: torch.Tensor, mask: torch.Tensor) -> list[str]:
-        """Only what was sampled: the texts of tools and environments are not the policy's. What stands before such a
-        text and what stands behind it are on different lines."""
-        rows: list[list[list[int]]] = [
-            [[token for token, _ in run] for sampled, run in groupby(zip(ids, of), itemgetter(1)) if sampled]
-            for ids, of in zip(responses.tolist(), mask.tolist())  # lists decode faster
-        ]
-        texts = iter(response_texts(self.tokenizer, [turn for turns in rows for turn in turns]))
-        return ["\n".join(filter(None, islice(texts, len(turns)))) for turns in rows]
+        """Only what was sampled, not the texts of tools and environments. What was sampled before
+        and after such a text is on different lines."""
+        turns_of_rows = []  # the token ids of each turn
+        for ids, sampled in zip(responses.tolist(), mask.tolist()):  # lists decode faster
+            runs = groupby(zip(ids, sampled), itemgetter(1))
+            turns_of_rows.append([[token for token, _ in run] for is_turn, run in runs if is_turn])
+        texts = iter(response_texts(self.tokenizer, list(chain.from_iterable(turns_of_rows))))
+        return ["\n".join(filter(None, islice(texts, len(turns)))) for turns in turns_of_rows]
 
     def close(self) -> None:
         if self._pool is not None:
@@ -124,18 +128,18 @@ class RewardManager:
             self._pool = Pool(scorers, self.workers, self.memory_mb, self.seed, self.log, shows=first)
         else:
             with seeded(str(self.seed)):  # an import may draw
-                self._functions = [load_scorer(scorer.spec, scorer.modules, scorer.kwargs) for scorer in self.scorers]
+                self._functions = [load_scorer(own.spec, own.modules, own.kwargs) for own in self.scorers]
 
-    def _answers(self, tasks: list[tuple[int, float, list[dict], str]], step: int) -> Iterator[tuple[int, list, float]]:
+    def _answers(self, tasks: list[tuple[int, float, list[dict], str]], step: int) -> Iterator[Answer]:
         """Starts scoring; the iterator waits for the answers."""
         if self._pool is None and self._functions is None:
             self._start()
-        if self._functions is not None:
-            functions = self._functions
-            scored = [self._score_here(functions[k], k, part, key) for k, _, part, key in tasks]
-            return ((number, *answer) for number, answer in enumerate(scored))
-        assert self._pool is not None
-        return self._pool.collect(self._pool.submit(tasks, step))
+        if self._pool is not None:
+            return self._pool.collect(self._pool.submit(tasks, step))
+        assert self._functions is not None
+        functions = self._functions
+        scored = [self._score_here(functions[k], k, samples, key) for k, _, samples, key in tasks]
+        return ((number, answers, seconds) for number, (answers, seconds) in enumerate(scored))
 
     def _score_here(self, function: Callable, k: int, samples: list[dict], key: str) -> tuple[list, float]:
         start = perf_counter()
@@ -160,21 +164,24 @@ class RewardManager:
         self._last_failure[name] = text
 
     def _stop_if_none_works(self) -> None:
-        """Raises InputError, on all ranks, if a scorer has failed on all responses so far, ALWAYS or more over all
-        ranks. A collective until each scorer has given a score on some rank."""
-        if self._works.issuperset(names := [scorer.name for scorer in self.scorers]):
+        """Raises InputError, on all ranks, if a scorer has failed on all of its ALWAYS or more
+        responses so far. A collective until each scorer has given a score on some rank."""
+        names = [scorer.name for scorer in self.scorers]
+        if self._works.issuperset(names):
             return
         ranks = all_gather_lists([(self._scored, self._failures, self._last_failure)])
         self._works = set.union(*(scored for scored, _, _ in ranks))
         for name in names:
-            number = sum(count for _, failures, _ in ranks for (of, _), count in failures.items() if of == name)
+            of_ranks = [sum(n for (of, _), n in failures.items() if of == name) for _, failures, _ in ranks]
+            number = sum(of_ranks)
             if name not in self._works and number >= ALWAYS:
                 text = next(last[name] for _, _, last in ranks if name in last)
                 raise InputError(f"scorer {name} failed on all of its first {number} responses, one with\n{text}")
 
     def _dropped(self, name: str, key: str, value) -> None:
         if (name, key) not in self._dropped_keys and len(self._dropped_keys) < ALWAYS:
-            print(f"reward: scorer {name}: {unfit(key, value)}; it is left out, the next are only counted", flush=True)
+            what = f"reward: scorer {name}: {unfit(key, value)}"
+            print(f"{what}; it is left out, the next are only counted", flush=True)
         self._dropped_keys.add((name, key))
 
 
@@ -223,43 +230,27 @@ class PendingScores:
     device: torch.device
     samples: dict[int, dict]  # by row, without aborted ones
     calls: list[tuple[int, list[int]]]  # (scorer, rows)
-    answers: Iterable[tuple[int, list, float]]  # (index of the call, [kind, value] of each of its rows, seconds)
-    seconds: dict[int, float] = field(default_factory=dict)  # by index of the call; empty in a replay
+    answers: Iterable[Answer]
+    seconds: dict[int, float] = field(default_factory=dict)  # by call; empty in a replay
 
     def get(self) -> tuple[torch.Tensor, dict[str, list], dict[str, Metric]]:
-        """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at each row's last trained
-        token; the scorer's other keys, each a list of B values, None where it gave none; and the metrics
-        reward/timeout_count, crash_count, error_count and dropped_key_count (values that unfit() refuses). With several
-        scorers, each gives its own score as <name>, also when it failed, and its keys as <name>/<key>, but "pred". A
-        collective. Raises InputError (on all ranks) if a scorer failed on all responses so far, 16 or more over all
-        ranks, RuntimeError if the pool is gone."""
-        manager, failed, of_others = self.manager, Counter(timeout=0, crash=0, error=0, dropped_key=0), 0
-        results: dict[tuple[int, int], dict] = {}  # by scorer and row
-        lengths = [len(rows) for _, rows in self.calls]
-        for number, answers in manager.recorder.record_each("scores", self._timed(), lengths):
-            k, rows = self.calls[number]
-            name = manager.scorers[k].name
-            for row, (kind, value) in zip(rows, answers):
-                if kind == "ok":
-                    response = text_hash(self.samples[row]["solution_str"])
-                    of_others += value.pop(OF, response) != response  # recordings of earlier versions have none
-                    manager._scored.add(name)
-                    results[k, row] = value
-                else:
-                    failed[kind] += 1
-                    results[k, row] = {"score": math.nan if manager.failure_score is None else manager.failure_score}
-                    manager._failed(name, kind, self.samples[row], value)
+        """Waits for the scores. Call it once. Returns token_level_scores (B, T), zero except at each
+        row's last trained token; the scorers' other keys, B values each, None where a row has none;
+        and metrics. Of several scorers each also gives its score as <name>, and its keys but "pred"
+        as <name>/<key>. A collective. Raises InputError if a scorer has always failed."""
+        manager, several = self.manager, len(self.manager.scorers) > 1
+        results, counts = self._results()
         manager._stop_if_none_works()
         scores = torch.zeros(len(self.mask))
         extras: dict[str, list] = defaultdict(lambda: [None] * len(self.mask))
-        several = len(manager.scorers) > 1
+        dropped = 0
         for row in self.samples:
             given: dict = {}
             for k, scorer in enumerate(manager.scorers):
                 result = results[k, row]
                 score = result.pop("score")
                 for key in [key for key, value in result.items() if unfit(key, value)]:
-                    failed["dropped_key"] += 1
+                    dropped += 1
                     manager._dropped(scorer.name, key, result.pop(key))
                 scores[row] += scorer.weight * score
                 if several:
@@ -272,10 +263,32 @@ class PendingScores:
                     manager._numbers.add(key)
         for key in manager._numbers:  # also keys that no row has this time
             extras.setdefault(key, [None] * len(self.mask))
+        counts["reward/dropped_key_count"] = Sum(dropped)
+        return at_last_token(scores, self.mask).to(self.device), dict(extras), counts
+
+    def _results(self) -> tuple[dict[tuple[int, int], dict], dict[str, Metric]]:
+        """(the result of each scorer for each row; how often they failed, by kind)."""
+        manager, failed, of_others = self.manager, Counter(timeout=0, crash=0, error=0), 0
+        failure_score = math.nan if manager.failure_score is None else manager.failure_score
+        results: dict[tuple[int, int], dict] = {}
+        lengths = [len(rows) for _, rows in self.calls]
+        for number, answers in manager.recorder.record_each("scores", self._timed(), lengths):
+            k, rows = self.calls[number]
+            name = manager.scorers[k].name
+            for row, (kind, value) in zip(rows, answers):
+                if kind == "ok":
+                    response = text_hash(self.samples[row]["solution_str"])
+                    of_others += value.pop(OF, response) != response  # a hostile worker may lack it
+                    manager._scored.add(name)
+                    results[k, row] = value
+                else:
+                    failed[kind] += 1
+                    results[k, row] = {"score": failure_score}
+                    manager._failed(name, kind, self.samples[row], value)
         counts: dict[str, Metric] = {f"reward/{kind}_count": Sum(count) for kind, count in failed.items()}
         if of_others:
             counts["faults/scores_of_other_rows"] = Max(of_others)
-        return at_last_token(scores, self.mask).to(self.device), dict(extras), counts
+        return results, counts
 
     def _timed(self) -> Iterator[tuple[int, list]]:
         for number, answers, seconds in self.answers:
@@ -291,8 +304,8 @@ class PendingScores:
         return metrics
 
     def get_by_name(self) -> tuple[dict[str, list], dict[str, Metric]]:
-        """get(), for scorers that are only logged: {"shadow/<name>": B scores, None for a response without one}, and
-        the metrics, under shadow/."""
+        """get(), for scorers that are only logged. Returns {"shadow/<name>": B scores, None for a
+        response without one}, and the metrics, under shadow/."""
         scores, extras, metrics = self.get()
         names = [scorer.name for scorer in self.manager.scorers]
         given = extras if len(names) > 1 else {names[0]: scores.sum(1).tolist()}

@@ -1,4 +1,4 @@
-"""What scorers print. All of it goes to a file of the run, the first line of each kind also to the console.
+"""What scorers print goes to a file of the run, the first line of each kind also to the console.
 
 The text is redacted, and control characters are replaced, so that no terminal obeys them."""
 

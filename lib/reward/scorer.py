@@ -13,16 +13,15 @@ BY_DATA_SOURCE = "data_source"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of every scorer
 OF_RESPONSE = {"solution_str", "num_tokens", "response_length", "finish_reason"}
 OF_PROMPT = ("max_response_length", "prompt", "full_prompt", "images", "step")
-ON_REQUEST = ("num_tokens", "response_length", "finish_reason", *OF_PROMPT)  # of one with a parameter of this name
-LARGEST_SCORE = 1e12  # with larger scores a gradient's norm may overflow in float32, and there is no update
+ON_REQUEST = ("num_tokens", "response_length", "finish_reason", *OF_PROMPT)  # by name of a parameter
+LARGEST_SCORE = 1e12  # larger ones may overflow a gradient's norm in float32: no update
 OF = " of"  # no scorer can return this key: `unfit` refuses it
 LONGEST_RESULT = 2**20  # bytes, as JSON
 
 
 def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float | None = None) -> Callable:
-    """The function of a spec. For "data_source" that is the one of rewards/, whose `modules` are imported now.
-    time_limit_s: the seconds for a response, given to a function that has this parameter, so that it can end in time by
-    itself; None: the function's default."""
+    """The function of a spec; for "data_source", rewards.compute_score, after import of `modules`.
+    time_limit_s: for a response; a function with this parameter gets it, to end in time by itself."""
     for module in modules:
         importlib.import_module(module)
     by_source = spec == BY_DATA_SOURCE
@@ -34,7 +33,7 @@ def load_scorer(spec: str, modules: list[str], kwargs: dict, time_limit_s: float
 
 @functools.cache
 def _event_loop():
-    import asyncio  # imported late: takes as long as all other imports here, and few scorers need it
+    import asyncio  # takes as long as all other imports here, and few scorers need it
 
     return asyncio.new_event_loop()
 

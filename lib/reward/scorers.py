@@ -13,6 +13,7 @@ from lib import InputError
 from lib.cli.user_code import load_object
 from lib.reward.scorer import ARGUMENTS, BY_DATA_SOURCE, ON_REQUEST, plural
 
+GIVEN = {*ARGUMENTS, *(plural("batch", key) for key in ARGUMENTS), *ON_REQUEST, "time_limit_s"}  # by this package
 SANDBOXED = {"rewards.code", "rewards.math", "rewards.geometry3k"}
 
 
@@ -31,18 +32,11 @@ class Scorer:
 def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Sequence[float] = ()) -> list[Scorer]:
     """The scorers of --reward, checked before anything else is loaded.
 
-    A spec is "path/to/file.py:function", or "data_source": this picks a scorer from rewards/ by each row's data_source.
-    The function is called for each response as compute_score(data_source=, solution_str=, ground_truth=, extra_info=,
-    **kwargs). Names of lists are plural. A function with a parameter solution_strs is batched: it is called once for
-    many responses, as compute_score_batch(data_sources=, solution_strs=, ground_truths=, extra_infos=, **kwargs). If
-    data_source, ground_truth or extra_info beside it is singular, it is a group scorer: called for all responses to a
-    prompt, as compute_score_group(data_source=, solution_strs=, ground_truth=, extra_info=, **kwargs). Each may be
-    async. What kwargs have under a scorer's name goes to this scorer alone. It returns a number, or a dict with "score"
-    and values to log; with solution_strs, a list of these. A row's score is the sum of weight x score; without weights,
-    each weight is 1. A parameter of ON_REQUEST, which kwargs do not give, gets its value (docs/rewards.md);
-    time_limit_s gets the seconds of a response. Raises InputError for a scorer that is not there, cannot be called so,
-    or lacks a ground truth that it needs; for a data_source without a scorer; and for a sandbox weaker than
-    --sandbox-level."""
+    A spec is "path/to/file.py:function", or "data_source", which picks a scorer from rewards/ by each
+    row's data_source. A function's parameters say how it is called (docs/rewards.md): solution_str,
+    for one response; solution_strs, for many; solution_strs with a singular data_source, ground_truth
+    or extra_info, for a prompt's responses. A row's score is the sum of weight x score. Raises
+    InputError for a scorer that cannot run here."""
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     if len(weights) != len(specs):
         raise InputError(f"--reward-weights has {len(weights)} numbers for the {len(specs)} scorers of --reward")
@@ -59,9 +53,10 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
             scorers.append(_from_file(spec, kwargs, weight))
         row = next(filter(None, (getattr(dataset, "without_ground_truth", None) for dataset in datasets)), None)
         if row and scorers[-1].takes_truth:
+            why = f"'reward_model' has no 'ground_truth', which scorer {spec} needs"
             advice = "add it, or name its column with --columns answer=COLUMN"
             advice += " (or, if the scorer works without, give the parameter a default: ground_truth=None)"
-            raise InputError(f"{row}: 'reward_model' has no 'ground_truth', which scorer {spec} needs; {advice}")
+            raise InputError(f"{row}: {why}; {advice}")
     for name, count in Counter(scorer.name for scorer in scorers).items():
         if count > 1:
             raise InputError(f"--reward: {count} scorers are called {name}; rename a file or a function")
@@ -80,25 +75,23 @@ def check_keywords(scorers: Sequence[Scorer], kwargs: dict) -> None:
 
 
 def _check_declared(where: str, scorers: Sequence[Scorer], kwargs: dict) -> None:
-    declared: set[str] = set()
+    declared = {"time_limit_s"}
     for scorer in scorers if kwargs else ():
         by_source = scorer.spec == BY_DATA_SOURCE
-        of_rewards = [importlib.import_module(module).compute_score for module in scorer.modules]
-        for function in of_rewards if by_source else [load_object("--reward", scorer.spec)]:
+        if by_source:
+            functions = [importlib.import_module(module).compute_score for module in scorer.modules]
+        else:
+            functions = [load_object("--reward", scorer.spec)]
+        for function in functions:
             parameters = inspect.signature(function).parameters
-            own = {key for key, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
-            own -= {
-                *ARGUMENTS,
-                *(plural("batch", key) for key in ARGUMENTS),
-                "time_limit_s",
-                *ON_REQUEST,
-            } - kwargs.keys()
+            own = {key for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
+            own -= GIVEN - kwargs.keys()
             if not (own or by_source):
                 return
             declared |= own
-    if unknown := kwargs.keys() - declared - {"time_limit_s"}:
-        known = f"the scorers take {', '.join(sorted(declared))}" if declared else "the scorers take none"
-        raise InputError(f"{where}: no scorer declares {', '.join(sorted(unknown))}; {known}")
+    if unknown := kwargs.keys() - declared:
+        known = ", ".join(sorted(declared - {"time_limit_s"})) or "none"
+        raise InputError(f"{where}: no scorer declares {', '.join(sorted(unknown))}; the scorers take {known}")
 
 
 def _is_name(key: str) -> bool:
@@ -119,11 +112,10 @@ def _modules_for(datasets: list) -> list[str]:
         module = table.scorer_module(data_source)
         if module is None:
             known = {name.lower(): name for name in table.SCORERS}
-            near = ", ".join(
-                known[name] for name in difflib.get_close_matches(data_source.lower(), known, 3, cutoff=0.4)
-            )
+            near = difflib.get_close_matches(data_source.lower(), known, 3, cutoff=0.4)
             advice = "give --reward path/to/file.py:function, or add the name to SCORERS in rewards/__init__.py"
-            raise InputError(f"no scorer for data_source {data_source!r}: {advice}{near and f' (near: {near})'}")
+            advice += f" (near: {', '.join(known[name] for name in near)})" if near else ""
+            raise InputError(f"no scorer for data_source {data_source!r}: {advice}")
         modules.add(f"rewards.{module}")
     return sorted(modules)
 

@@ -1,4 +1,4 @@
-"""Adds up the scores of a response from all sources: scorers, a reward model, tools and interactions."""
+"""Adds up a response's scores: of scorers, a reward model, tools and interactions."""
 
 import math
 import sys
@@ -42,16 +42,18 @@ class Rewards:
 
     @timed("reward")
     def submit(self, batch: DataProto, step: int) -> "PendingRewards":
-        """Starts the scorers, in other processes, on the responses of `batch`. A collective. Raises InputError if a
-        scorer gets groups and one is not whole on a rank."""
-        managers = [manager for manager in (self.manager, self.shadow) if manager is not None]
-        if of_groups := [scorer.name for manager in managers for scorer in manager.scorers if scorer.form == "group"]:
-            of_ranks = Counter(uid for uids in all_gather_lists([{*batch.non_tensor_batch["uid"]}]) for uid in uids)
-            if split := sorted(str(uid) for uid, ranks in of_ranks.items() if ranks > 1):
+        """Starts the scorers, in other processes, on the responses of `batch`. A collective. Raises
+        InputError if a scorer gets groups and one is not whole on a rank."""
+        scorers = [*self.manager.scorers, *(self.shadow.scorers if self.shadow is not None else ())]
+        if of_groups := [scorer.name for scorer in scorers if scorer.form == "group"]:
+            uids_of_ranks = all_gather_lists([{*batch.non_tensor_batch["uid"]}])
+            ranks_of_uid = Counter(uid for uids in uids_of_ranks for uid in uids)
+            if split := sorted(str(uid) for uid, ranks in ranks_of_uid.items() if ranks > 1):
                 why = f"{of_groups[0]} scores whole groups, and group {split[0]} has rows on two ranks"
                 raise InputError(f"scorer {why}: keep the rows of a uid on one rank until submit(batch)")
         shadow = self.shadow.submit(batch, step) if self.shadow is not None else None
-        return PendingRewards(self, self.manager.submit(batch, step), batch.batch["responses"], shadow)
+        scores = self.manager.submit(batch, step)
+        return PendingRewards(self, scores, batch.batch["responses"], shadow)
 
     def close(self) -> None:
         self.manager.close()
@@ -68,12 +70,13 @@ class PendingRewards:
 
     @timed("reward")
     def add_to(self, batch: DataProto, reward_keys: Sequence[str] = ()) -> tuple[dict[str, list], dict[str, Metric]]:
-        """Waits for the scores and adds token_level_scores (B, T), on each row's last token; reward_extra_info, for
-        each row a dict of the scorers' other values; and with reward_keys, reward_components (B, K), the numbers of
-        these keys. A row without a score is masked out. Returns (other values by key, metrics). A collective. Raises
-        InputError if these are not the rows that were submitted, in their order."""
+        """Waits for the scores and adds token_level_scores (B, T), on each row's last token;
+        reward_extra_info, a dict of the scorers' other values for each row; and with reward_keys,
+        reward_components (B, K). A row without a score is masked out. Returns (other values by key,
+        metrics). A collective. Raises InputError if these are not the submitted rows in their order."""
         if not torch.equal(batch.batch["responses"], self.responses):
-            raise InputError("these are not the rows that were submitted: sort or filter a batch before submit(batch)")
+            how = "sort or filter a batch before submit(batch)"
+            raise InputError(f"these are not the rows that were submitted: {how}")
         manager = self.rewards.manager
         scores, extras, failures = self.scores.get()
         failures |= self.scores.time_metrics()
@@ -94,34 +97,34 @@ class PendingRewards:
             batch.batch["reward_components"] = reward_components(extras, reward_keys, scores)
         if self.shadow is not None:  # from here on nothing is trained on
             shadow_scores, shadow_metrics = self.shadow.get_by_name()
-            rewards = [None if dead else value for dead, value in zip(unscored.tolist(), scores.sum(1).tolist())]
+            rewards = scores.sum(1).tolist()
+            rewards = [None if dead else value for dead, value in zip(unscored.tolist(), rewards)]
             for name, values in shadow_scores.items():
-                shadow_metrics |= {f"{name}/correlation": correlation(values, rewards)}
+                shadow_metrics[f"{name}/correlation"] = correlation(values, rewards)
             extras |= shadow_scores
             add_metrics(failures, shadow_metrics | self.shadow.time_metrics(SHADOW))
-        given = [{key: x[i] for key, x in extras.items() if x[i] is not None} for i in range(len(batch))]
-        batch.non_tensor_batch["reward_extra_info"] = np.array(given, dtype=object)
+        rows = ({key: x[i] for key, x in extras.items() if x[i] is not None} for i in range(len(batch)))
+        batch.non_tensor_batch["reward_extra_info"] = np.array([*rows], dtype=object)
         return extras, failures
 
 
 def reward_components(extras: Mapping[str, list], keys: Sequence[str], scores: torch.Tensor) -> torch.Tensor:
     """(B, K): the K rewards that a scorer gave each row besides its score; NaN where it gave none.
-    scores (B, T) gives B and the device. A collective. Raises InputError on all ranks for a key without any numbers."""
-    columns = {key: extras.get(key, [None] * len(scores)) for key in keys}
+    A collective. Raises InputError on all ranks for a key without any numbers."""
     # if all values are None, extras has the key because an earlier step had numbers
-    known = {k: k in extras and any(v is None or is_number(v) for v in column) for k, column in columns.items()}
+    known = {key: any(value is None or is_number(value) for value in extras.get(key, ())) for key in keys}
     for key, anywhere in reduce_metrics({key: Max(float(here)) for key, here in known.items()}).items():
         if not anywhere:
-            raise InputError(
-                f"--adv-kwargs reward_keys={key}: the scorers return no such number, only {', '.join(extras)}"
-            )
-    values = [[float(value) if is_number(value) else math.nan for value in columns[key]] for key in keys]
+            found = ", ".join(extras)
+            raise InputError(f"--adv-kwargs reward_keys={key}: the scorers return no such number, only {found}")
+    columns = [extras.get(key, [None] * len(scores)) for key in keys]
+    values = [[float(x) if is_number(x) else math.nan for x in column] for column in columns]
     return torch.tensor(values, device=scores.device).T
 
 
 def correlation(x: list, y: list) -> Metric:
-    """Pearson's, over the responses of all ranks that have numbers in both; without data where one does not vary. A
-    collective."""
+    """Pearson's, over the responses of all ranks with numbers in both; without data where one does not
+    vary. A collective."""
     pairs = all_gather_lists([pair for pair in zip(x, y) if all(map(is_number, pair))])
     columns = np.array(pairs, dtype=float).reshape(-1, 2).T  # (2, N)
     if not pairs or (np.ptp(columns, 1) <= ROUNDING * abs(columns).max(1)).any():

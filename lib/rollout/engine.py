@@ -1,12 +1,12 @@
-"""The interface of a rollout engine, and what engines share: settings, seeds, the batch that they return.
+"""The interface of a rollout engine, and what engines share: seeds, and the batch that they return.
 
-`hf` samples with the trainer's own model; `vllm` is an engine in this process: both are a SteppedEngine.
-`http://host:port` is a vLLM server (server_engine.py). --rollout-engine path/to/file.py:Class inherits RolloutEngine.
-The rest of lib/ asks an engine what it can do, and not which one it is.
+`hf` samples with the trainer's own model, `vllm` is an engine in this process: both are a
+SteppedEngine. `http://host:port` is a vLLM server (server_engine.py). A user's class inherits
+RolloutEngine. The rest of lib/ asks an engine what it can do, not which one it is.
 
-Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and responses stay tokens up
-to the loss. Each response has its own seed, so it depends on neither its batch nor its rank. rollout_log_probs belong
-to the distribution that was sampled from (temperature, top-p, top-k and min-p applied)."""
+Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and
+responses stay tokens up to the loss. A response depends on its own seed, not on its batch or rank.
+rollout_log_probs are of the distribution sampled from (temperature, top-p, top-k, min-p)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,8 +41,8 @@ class Generated:
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str  # "stop" (after an end token or a stop string), "length" or "abort"
-    weight_versions: list[int] = field(default_factory=list)  # one per token, if the engine records them
-    routed_experts: torch.Tensor | None = None  # of prompt and response, as in the column, if the engine returns them
+    weight_versions: list[int] = field(default_factory=list)  # one per token, if recorded
+    routed_experts: torch.Tensor | None = None  # of prompt and response, if the engine returns them
 
 
 @dataclass(eq=False)
@@ -63,22 +63,21 @@ class ImageProbe(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """What every engine has. If the model is split over ranks, all ranks make the calls together (collectives).
+    """What every engine has. If the model is split over ranks, the calls are collectives.
     make_engine constructs it as Class(model, tokenizer, **settings); see there for the settings."""
 
-    in_process: bool = False  # whether it is a SteppedEngine, on which multi-turn episodes run in this process
-    asynchronous: bool = False  # whether it also samples between start and collect, while ranks train
-    shares_weights: bool = False  # whether it samples with the trainer's own tensors, which no copy rounds or merges
+    in_process: bool = False  # whether it is a SteppedEngine
+    asynchronous: bool = False  # whether it samples while ranks train
+    shares_weights: bool = False  # whether it samples with the trainer's own tensors
     takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
-    takes_adapters: bool = False  # whether it can be made with lora_sync="adapter"
     gives_routes: bool = False  # whether it returns routed_experts if `route_layers` is set
 
     version: int | None = None  # of the weights that it holds; None before the first load_weights
     checksum: int | None = None  # weight_checksum of the weights that load_weights gave it
     dtype: torch.dtype | None = None  # of its weights; None: the trainer's
-    lora_sync: str = "merged"  # LoRA adapters come merged into the weights, or by themselves ("adapter")
-    verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync, set by sync_weights
+    lora_sync: str = "merged"  # or "adapter": LoRA's adapters come by themselves
+    verified: Mapping[str, float] = MappingProxyType({})  # metrics of its last sync
     pad_token_id: int
     route_layers: Sequence[int] = ()  # the numbers of the layers whose experts it returns
     no_routes: torch.Tensor | None = None  # (0, layers, k) of these layers
@@ -107,16 +106,16 @@ class RolloutEngine(Protocol):
 
 
 class SteppedEngine(RolloutEngine, Protocol):
-    """An engine in this process, which agent steps. Single requests are made inside `with engine.session():`."""
+    """An engine in this process, which agent steps. Requests are made in `with engine.session():`."""
 
     in_process: bool = True
     long_steps: bool  # whether one step() runs its requests to their end
-    shared: bool  # whether other ranks hold a part of this engine, and so must step together with this one
+    shared: bool  # whether other ranks hold a part of it, and step together with this one
 
     def session(self) -> AbstractContextManager[None]: ...
 
     def submit(self, request_id: str, prompt_ids, sampling: Sampling, seed: int, media: Media | None = None) -> None:
-        """prompt_ids: with one placeholder for each image of `media`. Raises ValueError when the prompt is too long."""
+        """prompt_ids: with a placeholder for each image. Raises ValueError for a too long prompt."""
 
     def step(self) -> dict[str, Generated]:
         """Returns the requests that ended, by request_id."""
@@ -147,40 +146,42 @@ def request_seeds(seed: int, step: int, rows: list[int]) -> list[int]:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of an episode's turn, counted from 0. Turn 0 has the row's own seed, as a single turn has."""
+    """The seed of an episode's turn. Turn 0 has the row's own seed, as a single turn has."""
     if turn == 0:
         return seed
-    return int(splitmix64(torch.tensor(-seed - (turn << 32)))) & 0x7FFFFFFF  # < 0; a token's noise hashes a number > 0
+    number = -seed - (turn << 32)  # < 0; a token's noise hashes a number > 0
+    return int(splitmix64(torch.tensor(number))) & 0x7FFFFFFF
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All end tokens of the tokenizer and the model's generation config (chat models often have two), and that of the
-    chat template, which a base model's often do not name."""
+    """All end tokens of the tokenizer, the model's generation config (chat models often have two), and the
+    chat template (a base model's config often does not name it)."""
     eos = model.generation_config.eos_token_id
     ids = set(eos if isinstance(eos, list) else [eos]) | {tokenizer.eos_token_id, end_of_turn(tokenizer)}
     return sorted(i for i in ids if i is not None)
 
 
 def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None:
-    """Raises InputError unless a prompt with images has the same tokens in the engine (`got`) as in training. The
-    engine expands the placeholders itself, and says nothing if it lacks an image or already gets expanded ones."""
+    """Raises InputError unless a prompt with images has the same tokens in the engine (`got`) as in
+    training. The engine expands the placeholders itself, and does not report a missing image."""
     if expected != list(got):
         advice = "start the server with this run's --model" if "://" in engine else "see --vllm-kwargs"
         made = f"of a prompt with images the engine made {len(got)} tokens, training {len(expected)}, or other ones"
-        raise InputError(f"--rollout-engine {engine}: {made}: the engine's image processor is another; {advice}")
+        why = "the engine's image processor is another"
+        raise InputError(f"--rollout-engine {engine}: {made}: {why}; {advice}")
 
 
 def add_responses(
     prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: list | None = None, position_ids=None
 ) -> DataProto:
-    """The prompts with their responses: what every engine returns. A collective. P and T are the longest prompt
-    (left-padded) and response (right-padded) over all ranks, not the limits. Rows with finish_reason "abort" or "error"
-    have no trained token. masks: which tokens were sampled, if not all. position_ids, (n,) or with mrope (4, n) each:
-    those of responses that do not simply follow their prompts."""
+    """The prompts with their responses: what every engine returns. A collective. P and T are the
+    longest prompt (left-padded) and response (right-padded) over all ranks. Rows that ended by
+    "abort" or "error" have no trained token. masks: which tokens were sampled, if not all.
+    position_ids, (n,) or with mrope (4, n) each: if they do not simply follow the prompts'."""
     B, device = len(rows), prompts.batch["input_ids"].device
     lengths = torch.tensor([len(row.token_ids) for row in rows])
-    longest_prompt = int(prompts.batch["attention_mask"].sum(1).max())
-    P, T = (all_reduce_max(longest, device) for longest in (longest_prompt, max(1, int(lengths.max()))))
+    P = all_reduce_max(int(prompts.batch["attention_mask"].sum(1).max()), device)
+    T = all_reduce_max(max(1, int(lengths.max())), device)
     responses = torch.full((B, T), pad_token_id)
     rollout_log_probs = torch.zeros(B, T)
     response_mask = torch.zeros(B, T, dtype=torch.long)
@@ -194,25 +195,32 @@ def add_responses(
     ids, mask, before = (prompts.batch[name] for name in ("input_ids", "attention_mask", "position_ids"))
     left = (P - ids.shape[1], 0)  # negative: drops columns that no rank needs
     ids, mask, before = F.pad(ids, left, value=pad_token_id), F.pad(mask, left), F.pad(before, left)  # (B, P)
-    # (B, T), or with mrope (B, 4, T); an image's last token may have a lower position than one before
+    # (B, T), or with mrope (B, 4, T); an image's last token may not have the highest position
     positions = before.amax(-1, keepdim=True) + torch.arange(1, T + 1, device=device)
     for position, own in zip(positions, position_ids or []):
         own = torch.as_tensor(own)
         position[..., : own.shape[-1]] = own
     responses = responses.to(device)
-    tensors = {"prompts": ids, "responses": responses, "input_ids": torch.cat([ids, responses], 1)}  # the last: (B, L)
-    tensors |= {"attention_mask": torch.cat([mask, attended], 1), "position_ids": torch.cat([before, positions], -1)}
-    tensors |= {"response_mask": response_mask.to(device), "rollout_log_probs": rollout_log_probs.to(device)}
+    tensors = {
+        "prompts": ids,
+        "responses": responses,
+        "input_ids": torch.cat([ids, responses], 1),  # (B, L)
+        "attention_mask": torch.cat([mask, attended], 1),
+        "position_ids": torch.cat([before, positions], -1),
+        "response_mask": response_mask.to(device),
+        "rollout_log_probs": rollout_log_probs.to(device),
+    }
     if "multi_modal_hash" in prompts.batch:
         tensors["multi_modal_hash"] = prompts.batch["multi_modal_hash"]
-    objects = {**prompts.non_tensor_batch, "finish_reason": np.array([row.finish_reason for row in rows], dtype=object)}
+    reasons = np.array([row.finish_reason for row in rows], dtype=object)
+    objects = {**prompts.non_tensor_batch, "finish_reason": reasons}
     if any(row.routed_experts is not None for row in rows):
         objects[ROUTES] = routes_column([row.routed_experts for row in rows])
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
 
 def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
-    """Adds weight_versions (B, T): each token's, -1 where none was sampled. rows: those of each response."""
+    """Adds weight_versions (B, T), -1 where no token was sampled. rows: of each response."""
     versions = torch.full_like(batch.batch["responses"], -1)
     for row, own in zip(versions, rows):
         row[: len(own)] = torch.tensor(own)
@@ -232,7 +240,7 @@ def concat_rows(batches: list[DataProto]) -> DataProto:
 
 
 def fit_columns(batches: list[DataProto]) -> list[DataProto]:
-    """The same rows; all batches get P and T columns, for the longest prompt and response among them."""
+    """The same rows, with P and T columns, for the longest prompt and response of all batches."""
     masks = [(batch.batch["attention_mask"], batch.batch["responses"].shape[1]) for batch in batches]
     P = max(int(mask[:, :-width].sum(1).max()) for mask, width in masks)
     T = max(1, *(int(mask[:, -width:].sum(1).max()) for mask, width in masks))

@@ -1,12 +1,18 @@
-"""vLLM servers on the job's last ranks (--rollout-gpus): the engine ranks, which run them, and what others see of them.
+"""vLLM servers that the job runs on its last ranks, the engine ranks (--rollout-gpus).
 
-They talk through the job's store. Rank 0 sets "order", what to start; the engine rank of server i sets "server i", its
-URL and the number of its start, while it is healthy, or "failed i", a message. "bad start i" = n stops server i if the
-number of its start, "started i", is <= n; OVER ends all. Every request to a server needs the run's key. Any local user
-can read the store of a job on one node, so rank 0 writes the key to a file instead; a store of several nodes has it.
+Training ranks and engine ranks talk through the job's store:
+    order          rank 0: what to start
+    started i      the engine rank of server i: the number of its latest start
+    server i       its URL and the number of this start, while it is healthy
+    failed i       a message, if it does not start or ends too often
+    bad start i    rank 0: stop server i if the number of its start is at most this
+    OVER           ends all
 
-A server outlives no end of its engine rank: it is in a session of its own with a guard, a shell that reads a pipe whose
-only writer is the engine rank. When the pipe breaks, by whatever end, the guard ends the session."""
+Every request to a server needs the run's key. Any local user can read the store of a job on one
+node, so rank 0 writes the key to a file; only a store of several nodes has it.
+
+No server outlives its engine rank: a guard, a shell in the server's session, reads a pipe whose
+only writer is the engine rank. When the pipe breaks, the guard ends the session."""
 
 import json
 import os
@@ -33,7 +39,7 @@ from lib.cli.secrets import private
 from lib.distributed import OVER, JobOver, World, address_towards, broadcast, is_on_one_node, job_store, own_devices
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage
 from lib.rollout.servers import ANSWER_S, HEALTH_S
-from lib.rollout.vllm_engine import cached, engine_settings, save_files
+from lib.rollout.vllm_start import cached, engine_settings, save_files
 
 PROGRAM = ["-m", "vllm.entrypoints.openai.api_server"]  # for the Python of the engine rank
 ROOT = Path(__file__).parent.parent.parent
@@ -42,12 +48,13 @@ GRACE_S = 10  # for a server to end by itself before it is killed
 RESTARTS = 3  # in a row; a server that was healthy for STEADY_S begins a new row
 STEADY_S = 600.0
 LOOK_S = 10.0  # time between two checks that a server answers
-ANSWERS = {"/health": HEALTH_S, "/is_sleeping": ANSWER_S}  # by its API, by its engine; else it is started again
+ANSWERS = {"/health": HEALTH_S, "/is_sleeping": ANSWER_S}  # by its API, by its engine
 LAST_WORDS_S = 10.0  # for the training ranks to end the job with a server's failure
 END = 500  # lines of a log: the traceback of each of its processes, and little more
 PIECE = 4 << 20  # bytes of a value in the store, which takes 8 MiB at most
 OF_THE_LAUNCHER = re.compile(r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|PET|ACCELERATE)_.*")
-ERROR = re.compile(r"(?:\(.+? pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?([\w.]+(?:Error|Exception): .+)")  # in vLLM's log
+# in vLLM's log
+ERROR = re.compile(r"(?:\(.+? pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?([\w.]+(?:Error|Exception): .+)")
 GUARD = """
 exec 3<&0
 (
@@ -61,41 +68,44 @@ exec "$@" < /dev/null 3<&-
 
 
 class ManagedServers:
-    """The `number` vLLM servers that the job's engine ranks run, as its training ranks see them. start_s: how long one
-    may take to start; 0: without a limit. Making it is a collective."""
+    """The `number` vLLM servers of the job, as its training ranks see them. start_s: how long one may take
+    to start; 0: no limit. Making it is a collective."""
 
     def __init__(self, number: int, start_s: float):
         self._store, self.number, self.start_s = job_store(), number, start_s
         self.key: str = broadcast(secrets.token_urlsafe(32))
 
     def order(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Rank 0 tells the engine ranks what to start. folder: for logs and settings; engine ranks that do not see
-        it write its model/, with config and tokenizer. settings: by the names of vLLM's EngineArgs."""
+        """Rank 0 tells the engine ranks what to start. folder: for logs and settings; engine ranks that do
+        not see it write its model/, with config and tokenizer. settings: names of vLLM's EngineArgs."""
         if dist.get_rank() > 0:
             return
         self._folder = folder = folder.resolve()
         private(folder / "key").write_text(self.key)
         files = [file for file in sorted((folder / "model").rglob("*")) if file.is_file()]
-        files += [] if is_on_one_node() else [folder / "key"]
-        pieces: dict[str, list[str]] = {}
+        if not is_on_one_node():
+            files.append(folder / "key")
+        pieces: dict[str, list[str]] = {}  # the keys of each file's parts
         for number, file in enumerate(files):
             content: Any = file.read_bytes()  # torch's stubs know str only
             keys = pieces[str(file.relative_to(folder))] = []
             for part in range(0, len(content), PIECE):
                 keys.append(f"file {number} {part}")
                 self._store.set(keys[-1], content[part : part + PIECE])
-        order = {"folder": str(folder), "files": pieces, "settings": dict(settings), "start_s": self.start_s}
-        self._store.set("order", json.dumps(order | {"program": PROGRAM}))
+        order: dict[str, Any] = {"folder": str(folder), "files": pieces, "settings": dict(settings)}
+        order |= {"start_s": self.start_s, "program": PROGRAM}
+        self._store.set("order", json.dumps(order))
 
     def states(self) -> list[tuple[str, int]]:
-        """(URL, starts) of each server, in one order. starts: how often it has become healthy; each time it has lost
-        its weights. Waits until all are healthy. Raises InputError if one does not start."""
+        """(URL, starts) of each server, in one order. starts: how often it has become healthy, each time
+        without weights. Waits until all are healthy. Raises InputError if one does not start."""
         stage, states = current_stage(), self._states()
         if None in states:
             enter_stage(f"{stage}: start of vLLM servers")
             if dist.get_rank() == 0:
-                logs = [str(self._folder / f"server_{i}.log") for i, state in enumerate(states) if state is None]
-                what = f"waiting for {len(logs)} of {self.number} vLLM server(s) to start; logs: {' '.join(logs)}"
+                starting = [i for i, state in enumerate(states) if state is None]
+                logs = " ".join(str(self._folder / f"server_{i}.log") for i in starting)
+                what = f"waiting for {len(starting)} of {self.number} vLLM server(s) to start; logs: {logs}"
                 print(what, file=sys.stderr, flush=True)
             while None in (states := self._states()):
                 self._wait()
@@ -113,12 +123,13 @@ class ManagedServers:
         return [starts for _, starts in self.states()]
 
     def start_anew(self, starts: list[int]) -> None:
-        """Ends the servers of these starts. `states` waits until they are back, without weights. A collective."""
+        """Ends the servers of these starts. They come back without weights. A collective."""
         if dist.get_rank() == 0:
             for i, number in enumerate(starts):
                 self._store.set(f"bad start {i}", str(number))
-            while any(_told(self._store, f"started {i}", 0) <= number for i, number in enumerate(starts)):
-                self._wait()
+            for i, number in enumerate(starts):
+                while _told(self._store, f"started {i}", 0) <= number:
+                    self._wait()
         dist.barrier()
 
     def _wait(self) -> None:
@@ -137,8 +148,10 @@ def order_servers(
     settings = engine_settings(model, processor=processor, **start)
     if dist.get_rank() == 0:
         save_files(folder / "model", model, tokenizer, processor)
-    settings |= {"worker_extension_cls": "lib.rollout.vllm_weights.WorkerExtension", "uvicorn_log_level": "warning"}
-    settings |= {"weight_transfer_config": {"backend": "broadcast"}, "middleware": "lib.rollout.vllm_batches.Batches"}
+    settings["worker_extension_cls"] = "lib.rollout.vllm_weights.WorkerExtension"
+    settings["weight_transfer_config"] = {"backend": "broadcast"}
+    settings["middleware"] = "lib.rollout.vllm_batches.Batches"
+    settings["uvicorn_log_level"] = "warning"
     settings["disable_log_stats"] = True  # as in process; they are a fifth of the API server's work
     if processor is not None:
         settings["enable_scale_out"] = True  # for the route that takes images
@@ -147,11 +160,11 @@ def order_servers(
 
 # ---- engine ranks --------------------------------------------------------------------------------
 def serve(world: World, tensor_parallel_size: int) -> NoReturn:
-    """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs. Raises
-    JobOver at the end of the job, InputError if the server does not start or ends too often, StoreLost."""
+    """What an engine rank does: the first of each `tensor_parallel_size` runs a vLLM server over their GPUs.
+    Raises JobOver at the end, InputError if the server does not start or ends too often, StoreLost."""
     number, place = divmod(world.rank - world.size, tensor_parallel_size)
     store = job_store()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the server ends first
     try:
         while place > 0 or not store.check(["order"]):
             _serving(store, "waiting for the training ranks")
@@ -176,7 +189,7 @@ def serve(world: World, tensor_parallel_size: int) -> NoReturn:
 
 
 def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoReturn:
-    """Starts the server, again when it ends. Raises JobOver, or InputError if it does not start or ends too often."""
+    """Starts the server, again when it ends. Raises JobOver; InputError as `serve`."""
     starts = failures = 0
     while True:
         store.set(f"started {server.number}", str(starts + 1))
@@ -186,9 +199,10 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
             since = time.monotonic()
             while not server.is_lost() and _told(store, f"bad start {server.number}", 0) < starts:
                 _serving(store, f"serving {server.url}")
-            store.set(f"server {server.number}", "null")  # a deleted key is read as "" by a get that has found it
+            store.set(f"server {server.number}", "null")  # a get must read JSON
             if not server.is_lost():
-                print(f"{server} is started again, as weights did not reach it; its log: {server.log}", file=sys.stderr)
+                why = "is started again, as weights did not reach it"
+                print(f"{server} {why}; its log: {server.log}", file=sys.stderr)
                 server.stop()
                 continue
             failures = 0 if time.monotonic() - since > STEADY_S else failures
@@ -203,17 +217,17 @@ def keep_running(server: "Server", store: dist.Store, start_s: float) -> NoRetur
 
 
 class Server:
-    """A vLLM server: a process in a session of its own, with a guard that ends the session when this process ends. Each
-    start has a port of its own: a request for the one before must not reach a server that has no weights yet."""
+    """A vLLM server: a process in a session of its own, with a guard that ends it when this process ends.
+    Each start has a new port: a request to the one before must not reach a server without weights."""
 
     process: subprocess.Popen
     url = ""
 
     def __init__(self, number: int, order: Mapping[str, Any], env: Mapping[str, str], host: str):
         folder = Path(order["folder"])
-        self.number, self.env, self.log, self.host = number, env, folder / f"server_{number}.log", host
+        self.number, self.env, self.host = number, env, host
+        self.log, self.config = folder / f"server_{number}.log", folder / f"server_{number}.yaml"
         self.model, self.settings = folder / "model", {"host": host, **order["settings"]}
-        self.config = folder / f"server_{number}.yaml"
         self.command = [sys.executable, *order["program"], "--config", str(self.config)]
         self._headers = {"Authorization": f"Bearer {env['VLLM_API_KEY']}"}
         self._guard = -1
@@ -222,17 +236,22 @@ class Server:
         return f"vLLM server {self.number} ({self.url})"
 
     def start(self, store: dist.Store, start_s: float) -> bool:
-        """Returns whether it is healthy. Otherwise it ended, or took longer than start_s (0: no limit)."""
+        """Whether it is healthy. Else it ended, or took longer than start_s (0: no limit)."""
         self._take_port()
         self._silent = ""
         enter_stage(f"starting {self}", limited=False)
         read, self._guard = os.pipe()
         with self.log.open("a") as log:
             self._log_begins = log.tell()
-            command = ["sh", "-c", GUARD, str(GRACE_S), *self.command]
-            options: dict[str, Any] = {"stdin": read, "stdout": log, "stderr": subprocess.STDOUT, "env": self.env}
-            options["umask"] = 0o077  # of sockets between its processes, which obey whoever can connect
-            self.process = subprocess.Popen(command, start_new_session=True, **options)
+            self.process = subprocess.Popen(
+                ["sh", "-c", GUARD, str(GRACE_S), *self.command],
+                stdin=read,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                umask=0o077,  # of sockets between its processes, which obey whoever can connect
+                start_new_session=True,
+            )
         os.close(read)
         begin = time.monotonic()
         while self.process.poll() is None and (not start_s or time.monotonic() < begin + start_s):
@@ -243,15 +262,17 @@ class Server:
         return False
 
     def _take_port(self) -> None:
-        before = self.url
+        before, is_v6 = self.url, ":" in self.host
+        host = f"[{self.host}]" if is_v6 else self.host
         while self.url == before:
-            host, family = (f"[{self.host}]", socket.AF_INET6) if ":" in self.host else (self.host, socket.AF_INET)
+            family = socket.AF_INET6 if is_v6 else socket.AF_INET
             with socket.create_server((self.host, 0), family=family) as free:
                 port = free.getsockname()[1]
             self.url = f"http://{host}:{port}"
         model = self.model if self.settings.get("enforce_eager") else cached(self.model)
         settings = {"model": str(model)} | self.settings | {"port": port}
-        self.config.write_text(yaml.safe_dump({name.replace("_", "-"): value for name, value in settings.items()}))
+        settings = {name.replace("_", "-"): value for name, value in settings.items()}
+        self.config.write_text(yaml.safe_dump(settings))
 
     def stop(self) -> None:
         """Ends what there is of it."""
@@ -262,7 +283,7 @@ class Server:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_S)
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # its number is taken as long as the guard lives
+            os.killpg(self.process.pid, signal.SIGKILL)  # the guard keeps its number taken
         self.process.wait()
 
     def is_lost(self) -> bool:
@@ -270,17 +291,18 @@ class Server:
         return self.process.poll() is not None or bool(self._silent)
 
     def _watch(self, process: subprocess.Popen) -> None:
-        """In a thread, as the engine may take long to answer: notes if the process, or its engine, hangs."""
+        """In a thread, as answers may take long: notes if the process, or its engine, hangs."""
         while process.poll() is None:
             for path, limit in ANSWERS.items():
                 begin = time.monotonic()
-                if not self._answers(path, limit) and time.monotonic() - begin >= limit and process is self.process:
+                hangs = not self._answers(path, limit) and time.monotonic() - begin >= limit
+                if hangs and process is self.process:
                     self._silent = f"did not answer {path} for {limit:g} s"
                     return
             time.sleep(LOOK_S)
 
     def why_it_ended(self, was_healthy: bool) -> str:
-        """Also names the first error at the log's end, which caused those that follow, or else its last line."""
+        """With the first error at the log's end, which caused the others, or else its last line."""
         code = self.process.poll()
         if self._silent:
             return self._silent
@@ -296,7 +318,8 @@ class Server:
 
     def _answers(self, path: str, timeout_s: float) -> bool:
         with suppress(httpx.TransportError):
-            return httpx.get(self.url + path, headers=self._headers, timeout=timeout_s, trust_env=False).is_success
+            options: Any = {"headers": self._headers, "timeout": timeout_s, "trust_env": False}
+            return httpx.get(self.url + path, **options).is_success
         return False
 
 
@@ -317,8 +340,8 @@ def _wait_unless_over(store: dist.Store) -> None:
 
 
 def _last_words(message: str, store: dist.Store) -> None:
-    """Leaves it to the training ranks to end the job with this message, which rank 0 prints. If they do not ask for
-    their servers soon, it is printed here."""
+    """Leaves it to the training ranks to end the job with this message, which rank 0 prints. If they do not
+    ask for their servers soon, it is printed here."""
     until = time.monotonic() + LAST_WORDS_S
     with suppress(dist.DistError):
         while time.monotonic() < until:
@@ -333,7 +356,7 @@ def _write_files(order: Mapping[str, Any], store: dist.Store) -> None:
         file, content = folder / name, b"".join(store.get(piece) for piece in pieces)
         if not (file.is_file() and file.read_bytes() == content):
             file.parent.mkdir(parents=True, exist_ok=True)
-            new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it, too
+            new = file.with_name(f"{file.name}.{os.getpid()}")  # another engine rank may write it
             private(new).write_bytes(content)
             new.replace(file)
 
@@ -341,7 +364,8 @@ def _write_files(order: Mapping[str, Any], store: dist.Store) -> None:
 def _environment(world: World, tensor_parallel_size: int, key: str) -> dict[str, str]:
     """This process's, less the launcher's variables; with the GPUs of the server."""
     env = {name: value for name, value in os.environ.items() if not OF_THE_LAUNCHER.fullmatch(name)}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])  # for the worker extension
+    own = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *own])  # for the worker extension
     env["VLLM_SERVER_DEV_MODE"] = "1"  # takes weights
     env["VLLM_API_KEY"] = key  # not in the settings, which vLLM logs
     if world.device.type != "cpu":
@@ -352,13 +376,14 @@ def _environment(world: World, tensor_parallel_size: int, key: str) -> dict[str,
 
 
 def _own_address() -> str:
-    """Where this node's servers listen: loopback if the job has one node, else the address towards rank 0."""
+    """Where this node's servers listen: loopback on one node, else the address towards rank 0."""
     if is_on_one_node():
         return "127.0.0.1"
     host = os.environ["MASTER_ADDR"]
     address = address_towards(host, int(os.environ["MASTER_PORT"]))
     if ip_address(address).is_loopback:
-        where = f"{host}, rank 0's address, is loopback on {socket.gethostname()}: other nodes would not reach a server"
+        where = f"{host}, rank 0's address, is loopback on {socket.gethostname()}"
+        why = "other nodes would not reach a server there"
         way_out = "set PET_LOCAL_ADDR for torchrun on the first node (launch/torchrun_nodes.sh)"
-        raise InputError(f"--rollout-gpus: {where} there; {way_out}")
+        raise InputError(f"--rollout-gpus: {where}: {why}; {way_out}")
     return address

@@ -1,14 +1,14 @@
-"""Recording and replaying the inputs of a step: --record writes them, --replay reads them without an engine or scorers
-and computes the rest anew, to the same bits but for what its own flags change. Files of DataProto.save_to_disk:
+"""Recording and replaying the inputs of a step. --record writes them; --replay reads them, without
+an engine or scorers, and computes the rest anew, to the same bits. Files of DataProto.save_to_disk:
 
-    DIR/config.json                            the flags of the run that recorded
-    DIR/step_000003/rank_0_of_2/               step 3, as rank 0 of 2 saw it
-        sync_0.safetensors                     the metrics of the weight sync
-        rollout_0.safetensors                  what the engine returned; _1, ... if a step samples several times
-        scores_0.safetensors                   what the scorers answered, for each of these
-        reward_model_0.safetensors             the scores of a reward model
-        batch.safetensors                      the whole batch just before the update, which no replay reads
-        manifest.json                          size and hash of each file. Written last: a step without it was cut off
+    DIR/config.json                    the flags of the run that recorded
+    DIR/step_000003/rank_0_of_2/       step 3, as rank 0 of 2 saw it
+        sync_0.safetensors             the metrics of the weight sync
+        rollout_0.safetensors          what the engine returned; _1, ... if a step samples again
+        scores_0.safetensors           what the scorers answered, for each of these
+        reward_model_0.safetensors     the scores of a reward model
+        batch.safetensors              the batch just before the update, which no replay reads
+        manifest.json                  size and hash of each file; written last
 """
 
 import shutil
@@ -31,7 +31,7 @@ LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-3  # rounding can raise a log-prob 
 
 
 class NoRecorder:
-    """Computes everything. Recorder and Replayer do the same between `end` and the next `begin`, during validation."""
+    """Computes everything, as Recorder and Replayer do in validation, between `end` and `begin`."""
 
     replays = False  # whether steps get what was recorded
     replaying = False  # whether the present step does: not between steps
@@ -47,7 +47,7 @@ class NoRecorder:
         return self.record("rollout", produce)
 
     def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
-        """The same for plain data that comes one by one: (i, a list of lengths[i] values), in any order of i."""
+        """The same for plain data that comes one by one: (i, lengths[i] values), in any order."""
         return items
 
     def end(self, batch: DataProto) -> None:
@@ -104,7 +104,8 @@ class Recorder(_RecordOnDisk):
             if file.name == BATCH:
                 write_manifest(file.parent, self.written, of=_place(file.parent))
         except (OSError, SafetensorError, InputError) as error:  # the last: a column that is no plain data
-            raise InputError(f"--record {self.folder}: {file.name} of step {self.step} not written: {error}") from error
+            what = f"{file.name} of step {self.step} not written"
+            raise InputError(f"--record {self.folder}: {what}: {error}") from error
 
 
 class Replayer(_RecordOnDisk):
@@ -125,17 +126,20 @@ class Replayer(_RecordOnDisk):
         file = self.next_file(name)
         if not file.exists():
             number = self.taken[name]
-            raise self._other_flags(f"step {self.step} asks for {name} number {number}, and {number - 1} were recorded")
+            why = f"asks for {name} number {number}, and {number - 1} were recorded"
+            raise self._other_flags(f"step {self.step} {why}")
         taken = DataProto.load_from_disk(file).to(self.world.device)
         for key, column in taken.batch.items() if taken.batch is not None else ():
-            low, high = (LOWEST_LOG_PROB, HIGHEST_LOG_PROB) if key == "rollout_log_probs" else (-torch.inf, torch.inf)
-            wrong = column.isnan() | column.isinf() | (column < low) | (column > high)
+            wrong = column.isnan() | column.isinf()
+            if key == "rollout_log_probs":
+                wrong |= (column < LOWEST_LOG_PROB) | (column > HIGHEST_LOG_PROB)
             if wrong.any():
-                raise _damaged(self.folder, self.step, f"{file.name} has {column[wrong][0].item()} among its {key}")
+                what = f"{file.name} has {column[wrong][0].item()} among its {key}"
+                raise _damaged(self.folder, self.step, what)
         return taken
 
     def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
-        """Raises InputError if other prompts were recorded, or with any_order groups of other sizes."""
+        """Raises InputError for other prompts than recorded, or with any_order other group sizes."""
         batch = super().rollout(prompts, produce)
         asked = _group_sizes if any_order else _asked
         if asked(prompts) != asked(batch):
@@ -150,7 +154,7 @@ class Replayer(_RecordOnDisk):
         return taken
 
     def end(self, batch: DataProto) -> None:
-        """Raises InputError if the recorded step sampled more: the next one would get other prompts."""
+        """Raises InputError if the recorded step sampled more: the next would get other prompts."""
         recorded, used = len(list(self.at.glob("rollout_*"))), self.taken["rollout"]
         if used < recorded:
             raise self._other_flags(f"step {self.step} took {used} of its {recorded} rollouts")
@@ -159,7 +163,8 @@ class Replayer(_RecordOnDisk):
     def _other_flags(self, why: str) -> InputError:
         needed = "script, model's tokenizer, data files, --seed, --prompts-per-step, --group-size"
         what = f"what decides which prompts a step samples must be as recorded ({needed})"
-        return InputError(f"--replay {self.folder}: {why}: {what}; --config {self.folder}/config.json reads all flags")
+        how = f"--config {self.folder}/config.json reads all flags"
+        return InputError(f"--replay {self.folder}: {why}: {what}; {how}")
 
 
 def _asked(rows: DataProto) -> list[tuple[list[int], int]]:
@@ -177,24 +182,28 @@ def forget_after(folder: Path, step: int) -> None:
     """Deletes what was recorded after `step`, since these steps are done again. Says so."""
     late = [later for later in recorded_steps(folder) if later > step]
     if late:
-        print(f"{folder}: {len(late)} step(s) after step {step} are deleted, to be recorded again", flush=True)
+        what = f"{len(late)} step(s) after step {step} are deleted, to be recorded again"
+        print(f"{folder}: {what}", flush=True)
     for later in late:
         shutil.rmtree(_step_folder(folder, later))
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """The steps of which a rank recorded something, in order. Other folders, such as checkpoints, are none."""
+    """The steps of which a rank recorded something. Folders of checkpoints do not count."""
     found = {path.parent for path in folder.glob("step_*/rank_*_of_*")}
     return sorted(int(path.name[5:]) for path in found if path.name[5:].isdecimal())
 
 
 def check_recorded(folder: Path, steps: range, ranks: int) -> None:
-    """Raises InputError unless all of `steps` were recorded on this number of ranks, with files of the right sizes."""
+    """Raises InputError unless all of `steps` were recorded on this number of ranks, in files of the right
+    sizes."""
     for step in steps:
         of_step = _step_folder(folder, step)
         on = _complete_on(of_step)
         if not on:
-            way_out = f"--total-steps {step - 1} ends before it" if step > steps.start else "start at one that was"
+            way_out = "start at one that was"
+            if step > steps.start:
+                way_out = f"--total-steps {step - 1} ends before it"
             raise InputError(f"--replay {folder}: step {step} was not recorded: {way_out}")
         if ranks not in on:
             there = f"was recorded on {on[0]} rank(s), this run has {ranks}"
@@ -220,5 +229,6 @@ def _place(of_rank: Path) -> str:
 
 def _complete_on(path: Path) -> list[int]:
     """The numbers of ranks, usually one, of which each has ended the step."""
-    ended = Counter(int(file.parent.name.rpartition("_")[2]) for file in path.glob(f"rank_*_of_*/{MANIFEST}"))
+    folders = [file.parent for file in path.glob(f"rank_*_of_*/{MANIFEST}")]
+    ended = Counter(int(folder.name.rpartition("_")[2]) for folder in folders)
     return [size for size, written in sorted(ended.items()) if written == size]

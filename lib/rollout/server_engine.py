@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from lib import InputError
 from lib.data.vision import Media, media_of, to_png
 from lib.data_proto import DataProto
-from lib.distributed import Max, Metric, Sum, all_reduce_max, broadcast, compute_device, is_on_one_node, on_first_rank
-from lib.model.routing import ROUTES, extended_routes, unpack_routes
+from lib.distributed import Max, Metric, Sum, all_reduce_max, compute_device, is_on_one_node, on_first_rank
+from lib.model.routing import ROUTES, extended_routes
 from lib.rollout import Generated, RolloutEngine, add_responses, turn_seed
 from lib.rollout.engine import (
     REPORT_S,
@@ -38,19 +38,19 @@ from lib.rollout.engine import (
 )
 from lib.rollout.managed_servers import ManagedServers
 from lib.rollout.server_weights import ServerWeights
-from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers
+from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers, answered, server_error
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
 
-# what a request leaves out, vLLM's server takes from the model's generation_config.json or from its flags
+# without them vLLM's server takes the model's generation_config.json, or its own flags
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False}
 NEUTRAL |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 GENERATE = "/inference/v1/generate"
-# vLLM sends an image to its engine process once. If a pause ends that request before, those after it fail, each once
+# vLLM sends an image to its engine once. If a pause ends that request, those after it fail once
 PICTURE_ATTEMPTS = 3
-LEASE_S = 900.0  # from a sync of weights; a longer step may lose the servers to another run, and says so
-STOP_S = 0.5  # longest gap between the answers of requests that a pause has stopped; later ones are sampled again
+LEASE_S = 900.0  # from a sync on; a longer step may lose the servers to another run, and says so
+STOP_S = 0.5  # longest gap between answers after a pause; requests without one are sampled again
 T = TypeVar("T")
 ATTEMPTS = 3  # to give the managed servers weights
 BREATH_S = 0.001  # so that a rank looks once for several responses that end together
@@ -64,19 +64,23 @@ class Pictures(NamedTuple):
     parts: list[dict]
 
 
+def is_over(pid: int) -> bool:
+    """Whether the process is gone, or is this one, which begins another run."""
+    return pid == os.getpid() or not psutil.pid_exists(pid)
+
+
 class ServerEngine(RolloutEngine):
     """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
-    If the servers were started with vllm_weights.py's backend "broadcast", the first rank broadcasts the weights to all
-    workers. Otherwise the servers read them from a file in `folder`; those on other machines need a shared disk.
-    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are the same. A server
-    must serve this run only, with VLLM_SERVER_DEV_MODE=1 in its environment (it then obeys anyone who can reach it) and
-    with --logprobs-mode processed_logprobs; for a vision model also with --enable-scale-out.
+    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are
+    the same. A server must serve this run only, with VLLM_SERVER_DEV_MODE=1 in its environment (it
+    then obeys anyone who can reach it) and --logprobs-mode processed_logprobs; for a vision model
+    also with --enable-scale-out. For its weights see ServerWeights.
 
-    A response that is being sampled when new weights come keeps its tokens and goes on with the new weights: see start
-    and collect. If one of the job's `own` servers ends, its requests are sampled again elsewhere, or there when it is
-    back, from the tokens of the last sync, with the same seeds. For the parameters see make_engine. Raises InputError
-    if a server cannot be reached, was started differently, or refuses a request or the weights."""
+    A response in flight when new weights come keeps its tokens and goes on with the new weights. If
+    one of the job's `own` servers ends, its requests are sampled again elsewhere, or there when it
+    is back, from the tokens of the last sync, with the same seeds. Raises InputError if a server
+    cannot be reached, was started differently, or refuses a request or the weights."""
 
     takes_images = asynchronous = gives_routes = True
 
@@ -107,42 +111,39 @@ class ServerEngine(RolloutEngine):
         self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
 
     def _take_lease(self, seconds: float) -> None:
-        """Takes or renews the lease on servers that the job did not start, if they have vllm_weights.py's extension: a
-        second run would change their weights. A run that is resumed, or has ended on this host, has none any more.
-        Raises InputError."""
+        """Takes or renews the lease on servers that others started, if they have vllm_weights.py's
+        extension: a second run would change their weights. A resumed run gets it at once, as does
+        one that follows an ended run on this host. Raises InputError."""
         if self.own is not None or self.weights.way == "reload_weights":
             return
         for url in self.servers.urls:
             take = partial(self.servers.on_workers, url, "take_lease", ours=self._lease, seconds=seconds)
             [holder, *_] = take().result()["results"]
-            if holder is None:
-                continue
-            gone = holder["pid"] == os.getpid() or not psutil.pid_exists(holder["pid"])
-            if holder["run"] == self._lease["run"] or (gone and holder["host"] == self._lease["host"]):
-                take(over=holder).result()
-                continue
-            who = f"the run {holder['run']} (pid {holder['pid']} on {holder['host']}) uses this server"
-            how = f"end that run, or start another server; a run that was killed has it for {LEASE_S:.0f} s"
-            raise InputError(f"--rollout-engine {url}: {who}: {how}")
+            if holder and holder["host"] == self._lease["host"] and is_over(holder["pid"]):
+                [holder, *_] = take(over=holder).result()["results"]
+            if holder:
+                who = f"the run {holder['run']} (pid {holder['pid']} on {holder['host']}) uses this server"
+                how = f"end that run, or start another server; a run that was killed has it for {LEASE_S:.0f} s"
+                raise server_error(url, f"{who}: {how}")
 
     def _check_server(self, url: str, max_length: int) -> None:
         served = self.servers.ask(url, "GET", "/v1/models")["data"][0]
         self.served_model, self.max_length = served["id"], served["max_model_len"]
         if self.max_length < max_length:
             why = f"the server's max_model_len is {self.max_length}, prompt and response need {max_length}"
-            raise InputError(f"--rollout-engine {url}: {why}: start it with --max-model-len {max_length}")
-        self.servers.ask(url, "POST", "/resume")  # an earlier run may have ended while the server was paused
+            raise server_error(url, f"{why}: start it with --max-model-len {max_length}")
+        self.servers.ask(url, "POST", "/resume")  # an earlier run may have left it paused
         certain = self._complete(url, [0], max_tokens=1, logprobs=0, allowed_token_ids=[0])
         if self.servers.begin(certain).result()["logprobs"]["token_logprobs"][0] < -1e-3:
             why = "the server's log-probs are not those of the distribution that it samples from"
-            raise InputError(f"--rollout-engine {url}: {why}: start it with --logprobs-mode processed_logprobs")
+            raise server_error(url, f"{why}: start it with --logprobs-mode processed_logprobs")
 
     def _check_takes_images(self, url: str) -> None:
         try:
             self.servers.begin(self._complete(url, [0], Pictures([0], []), max_tokens=1)).result()
         except InputError as error:
             advice = f"images go by {GENERATE}: start the server with --enable-scale-out"
-            raise InputError(f"--rollout-engine {url}: {advice}; {error}") from error
+            raise server_error(url, f"{advice}; {error}") from error
 
     def _takes_batches(self, url: str) -> bool:
         try:
@@ -152,7 +153,7 @@ class ServerEngine(RolloutEngine):
         return True
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Gives the servers the trainer's weights. Responses in progress go on with them. A collective."""
+        """Gives the servers the trainer's weights. Responses in flight go on with them. A collective."""
         on_first_rank(lambda: self._take_lease(LEASE_S))
         stream = CheckedStream(model, self.dtype)
         self._on_loop(self._open.clear)
@@ -174,41 +175,40 @@ class ServerEngine(RolloutEngine):
         self._on_loop(self._open.set)
 
     def _pause(self) -> str | None:
-        """Ends each request with the tokens that it has: none is left at a server, and caches (also of image
-        features) are empty. Returns, on all ranks, why it failed."""
+        """Ends each request with the tokens that it has: none is left at a server, and caches are
+        empty. Returns, on all ranks, why it failed."""
         if self.own is not None:
             urls, starts = map(list, zip(*on_first_rank(self.own.states)))
             if starts != self._starts:
                 self.weights.leave()
                 self._starts, self.servers.urls = starts, urls
         failure = None
-        if dist.get_rank() == 0:
-            try:
-                self.servers.order_all("/pause", params={"mode": "abort"})
-            except InputError as error:
-                failure = str(error)
-        failure = broadcast(failure)
+        try:
+            on_first_rank(lambda: self.servers.order_all("/pause", params={"mode": "abort"}))
+        except InputError as error:
+            failure = str(error)
         self.servers.begin(self._drain()).result()
         return failure
 
     async def _drain(self) -> None:
-        """Waits until no request is at the server: one that arrived after the pause would wait for the new weights."""
-        running = set(self._posted)
+        """Waits until no request is at a server: a late one would wait for the new weights."""
+        running, first = set(self._posted), asyncio.FIRST_COMPLETED
         while running:
-            done, running = await asyncio.wait(running, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
+            done, running = await asyncio.wait(running, timeout=STOP_S, return_when=first)
             if not done:
                 for request in running:
                     request.cancel()
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
-        """(servers, len(ids) - 1): those of this rank's share of the servers, at least one."""
+        """(servers, len(ids) - 1), of this rank's share of the servers, at least one."""
         pictures = self.pictures(media)
+        tokens = pictures.ids if pictures else ids
         rank, size, urls = dist.get_rank(), dist.get_world_size(), self.servers.urls
         found = []
         for url in urls[rank::size] or [urls[rank % len(urls)]]:
-            choice = self.servers.begin(self._complete(url, ids, pictures, max_tokens=1, prompt_logprobs=0)).result()
-            tokens = pictures.ids if pictures else ids
-            found.append([lp[str(token)]["logprob"] for token, lp in zip(tokens[1:], choice["prompt_logprobs"][1:])])
+            request = self._complete(url, ids, pictures, max_tokens=1, prompt_logprobs=0)
+            log_probs = self.servers.begin(request).result()["prompt_logprobs"]
+            found.append([of[str(token)]["logprob"] for token, of in zip(tokens[1:], log_probs[1:])])
         return torch.tensor(found)
 
     def close(self) -> None:
@@ -222,8 +222,8 @@ class ServerEngine(RolloutEngine):
         return self.collect(prompts, sampling, self.start(prompts, sampling, seeds))
 
     def start(self, prompts: DataProto, sampling: Sampling, seeds: list[int], partial=None) -> list[Response]:
-        """The first half of generate; collect is the second. Weights may be synced in between. partial: a Generated
-        with the tokens that there are already of each response, or None."""
+        """The first half of generate; collect is the second. Weights may be synced in between.
+        partial: for each response a Generated with its tokens so far, or None."""
         self.check_weights()
         raw_ids, responses = prompts.non_tensor_batch["raw_prompt_ids"], []
         places, limits = self.turns_and_pictures(raw_ids, media_of(prompts)), row_limits(prompts, sampling)
@@ -235,7 +235,7 @@ class ServerEngine(RolloutEngine):
         return responses
 
     def collect(self, prompts: DataProto, sampling: Sampling, responses: list[Response]) -> DataProto:
-        """What generate returns, and weight_versions (B, T): each token's, -1 where none was sampled. A collective."""
+        """What generate returns, with weight_versions (B, T). A collective."""
         self.wait_until(lambda: all(response.future.done() for response in responses))
         rows: list[Generated] = [response.future.result() for response in responses]
         batch = add_responses(prompts, rows, self.pad_token_id)
@@ -243,7 +243,7 @@ class ServerEngine(RolloutEngine):
         return batch
 
     def turns_and_pictures(self, prompts: Iterable, media: Sequence) -> list[tuple[int, Pictures | None]]:
-        """The turn of each prompt (token ids), and its pictures, which are encoded once for equal prompts."""
+        """The turn and the pictures of each prompt. Equal prompts are encoded once."""
         keys = [(tuple(map(int, ids)), own.hash if own else 0) for ids, own in zip(prompts, media)]
         with_images = {key: own for key, own in zip(keys, media) if own}
         with ThreadPoolExecutor() as pool:  # of as many threads as there is to encode
@@ -251,7 +251,7 @@ class ServerEngine(RolloutEngine):
         return [(turn, pictures.get(key)) for turn, key in zip(self.turns(keys), keys)]
 
     def turns(self, prompts: list) -> list[int]:
-        """A turn for each prompt. Neighbours that are equal share a server, and so the prompt's keys and values."""
+        """A turn for each prompt. Equal neighbours share a server, and so a cached prefix."""
         found: list[int] = []
         for i, prompt in enumerate(prompts):
             found.append(found[-1] if i and prompt == prompts[i - 1] else next(self._turns))
@@ -262,13 +262,13 @@ class ServerEngine(RolloutEngine):
         if media is None:
             return None
         if media.data.get("video"):
-            raise InputError(f"--rollout-engine {self.servers.urls[0]}: a server gets no videos: take vllm, or hf")
+            raise server_error(self.servers.urls[0], "a server gets no videos: take vllm, or hf")
         new = media.data["image"][len(known) :]
         urls = [f"data:image/png;base64,{base64.b64encode(to_png(x)).decode()}" for x in new]
         return Pictures(media.ids, [*known, *({"type": "image_url", "url": url} for url in urls)])
 
     def begin(self, coroutine, state: Callable[[], str] = lambda: "running") -> Future:
-        """Runs it on the event loop of the requests. Its end lets wait_until look again. state: what it does now."""
+        """Runs it on the requests' event loop. Its end wakes wait_until. state: what it does now."""
         future = self.servers.begin(coroutine)
         self._running[future] = state
         future.add_done_callback(self._end)
@@ -279,8 +279,8 @@ class ServerEngine(RolloutEngine):
         self._ended.set()
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Waits until `done()` on every rank. What ends it must have been started with `begin`. If a rank has
-        lost all servers meanwhile, they get the weights of the last sync again. A collective."""
+        """Waits until `done()` on every rank; what ends it was started with `begin`. If a rank loses all
+        servers meanwhile, they get the weights of the last sync again. A collective."""
         start = reported = time.monotonic()
         while True:
             deadline = time.monotonic() + ROUND_S
@@ -295,13 +295,15 @@ class ServerEngine(RolloutEngine):
                 self.load_weights(*self._given)
             if (now := time.monotonic()) - reported >= REPORT_S:
                 report_states(now - start, [state() for state in list(self._running.values())])
-                for url in self.servers.urls if self.own is None else []:  # engine ranks look after the job's own
-                    self.servers.ask(url, "GET", "/health", limit_s=HEALTH_S)
+                if self.own is None:  # engine ranks look after the job's own
+                    for url in self.servers.urls:
+                        self.servers.ask(url, "GET", "/health", limit_s=HEALTH_S)
                 reported = now
 
     def so_far(self, responses: list[Response]) -> list[Generated]:
-        """Copies of what has been sampled before the last sync, and of responses that are complete."""
-        return self._on_loop(lambda: [copy.deepcopy(response.row) for response in responses])  # no row grows meanwhile
+        """Copies of the responses as they were at the last sync, and of complete ones."""
+        # on the loop no row grows meanwhile
+        return self._on_loop(lambda: [copy.deepcopy(response.row) for response in responses])
 
     def _on_loop(self, act: Callable[[], T]) -> T:
         """What `act()` returns when the event loop calls it."""
@@ -318,9 +320,9 @@ class ServerEngine(RolloutEngine):
     async def sample(
         self, prompt_ids: list[int], sampling: Sampling, seed: int, turn: int, row=None, pictures=None
     ) -> Generated:
-        """One response, from server number `turn`. row: a Generated with what there is of it, and where its tokens go.
-        pictures: of the prompt. If a sync of weights stops the request, another one goes on from the tokens sampled so
-        far, with a seed made from theirs and their number. Raises ValueError when the prompt is too long."""
+        """One response, from server number `turn`. row: a Generated with its tokens so far, which gets
+        the others. A request that a sync stops is followed by another, from the tokens so far, with
+        a seed of its own. Raises ValueError if the prompt is too long."""
         length = len(pictures.ids if pictures else prompt_ids)
         if length >= self.max_length:
             raise ValueError(f"a prompt of {length} tokens; the server's max_model_len is {self.max_length}")
@@ -332,19 +334,9 @@ class ServerEngine(RolloutEngine):
             left = replace(sampling, max_response_length=sampling.max_response_length - n)
             settings = vllm_settings(left, turn_seed(seed, -n))
             shown = pictures and pictures._replace(ids=[*pictures.ids, *row.token_ids])
-            request = asyncio.create_task(self._request(url, [*prompt_ids, *row.token_ids], settings, shown))
-            self._posted.add(request)
-            try:
-                await asyncio.wait([request])
-            finally:
-                request.cancel()
-                self._posted.discard(request)
-            if request.cancelled():
+            found = await self._attempt(url, [*prompt_ids, *row.token_ids], settings, shown)
+            if found is None:
                 continue
-            if self.own is not None and isinstance(request.exception(), ServerLost):
-                self._lose(url)
-                continue
-            found = request.result()
             self._check_length(url, found, settings["max_tokens"], length + n)
             row.token_ids += found.token_ids
             row.log_probs += found.log_probs
@@ -358,13 +350,30 @@ class ServerEngine(RolloutEngine):
                 break
         return row
 
+    async def _attempt(self, url: str, *request) -> Generated | None:
+        """None: a pause has cancelled the request, or the job has lost the server."""
+        task = asyncio.create_task(self._request(url, *request))
+        self._posted.add(task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            self._posted.discard(task)
+        if task.cancelled():
+            return None
+        if self.own is not None and isinstance(task.exception(), ServerLost):
+            self._lose(url)
+            return None
+        return task.result()
+
     def _end_at_seam(self, row: Generated, n: int, stop: tuple[str, ...]) -> None:
-        """Ends the row at a stop string that began in its first n tokens, which its last request did not sample."""
+        """Ends the row at a stop string that began in its first n tokens."""
         longest = max((len(text.encode()) for text in stop), default=0) + 1  # in tokens, as in hf_engine.py
         start, last = max(0, n - longest), min(n + longest, len(row.token_ids))
 
         def is_over(end: int) -> bool:
-            text = self.tokenizer.decode(row.token_ids[start:end], clean_up_tokenization_spaces=False)
+            ids = row.token_ids[start:end]
+            text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             return any(string in text for string in stop)
 
         if n and stop and is_over(last):
@@ -382,7 +391,7 @@ class ServerEngine(RolloutEngine):
         self._ended.set()
 
     def metrics(self) -> dict[str, Metric]:
-        """Requests sampled again since the last call, as a managed server was lost; restarts of these servers."""
+        """Requests sampled again since the last call, and restarts of managed servers."""
         resampled, self._resampled = self._resampled, 0
         again = sum(self._starts) - len(self._starts)
         return {"perf/requests_resampled": Sum(resampled), "perf/server_restarts": Max(again)}
@@ -392,7 +401,7 @@ class ServerEngine(RolloutEngine):
         if found.finish_reason == "length" and len(found.token_ids) < asked:
             why = f"the server ended a response after {len(found.token_ids)} of {asked} tokens"
             advice = "start it with --generation-config vllm and without --override-generation-config"
-            raise InputError(f"--rollout-engine {url}: {why}: {advice}")
+            raise server_error(url, f"{why}: {advice}")
 
     async def _request(self, url: str, prompt_ids: list[int], settings: dict, pictures: Pictures | None) -> Generated:
         """What there is of the response when it ends, or when a pause ends it."""
@@ -400,9 +409,8 @@ class ServerEngine(RolloutEngine):
             return await self.servers.generate(url, prompt_ids, self._whole(settings))
         choice = await self._complete(url, prompt_ids, pictures, **settings)
         log_probs = choice["logprobs"]["token_logprobs"] if choice["token_ids"] else []
-        routes = choice.get(ROUTES)
-        generated = Generated(choice["token_ids"] or [], log_probs, as_finish_reason(choice["finish_reason"]))
-        return replace(generated, routed_experts=None if routes is None else unpack_routes(routes))
+        found = {"token_ids": choice["token_ids"] or [], "log_probs": log_probs, ROUTES: choice.get(ROUTES)}
+        return answered(found | {"finish_reason": as_finish_reason(choice["finish_reason"])})
 
     async def _complete(self, url: str, prompt_ids: list[int], pictures: Pictures | None = None, **settings) -> dict:
         if pictures is not None:
@@ -415,9 +423,10 @@ class ServerEngine(RolloutEngine):
         """What _complete returns. /v1/completions would ignore the images without a word."""
         sampling = self._whole(settings) | {"detokenize": "stop" in settings}
         body = {"token_ids": prompt_ids, "content_parts": pictures.parts, "sampling_params": sampling}
+        body["return_token_ids"] = True
         for attempt in range(1, PICTURE_ATTEMPTS + 1):
             try:
-                reply = await self.servers.request(url, "POST", GENERATE, json=body | {"return_token_ids": True})
+                reply = await self.servers.request(url, "POST", GENERATE, json=body)
                 break
             except InputError as error:
                 if isinstance(error, ServerLost) or attempt == PICTURE_ATTEMPTS:
@@ -425,7 +434,8 @@ class ServerEngine(RolloutEngine):
         check_expanded(url, pictures.ids, reply["prompt_token_ids"])
         [choice] = reply["choices"]
         log_probs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
-        return choice | {"logprobs": {"token_logprobs": log_probs}, "prompt_logprobs": reply["prompt_logprobs"]}
+        choice["logprobs"] = {"token_logprobs": log_probs}
+        return choice | {"prompt_logprobs": reply["prompt_logprobs"]}
 
     def _whole(self, settings: dict) -> dict:
         return {**NEUTRAL, "stop_token_ids": self.stop_ids, **settings}

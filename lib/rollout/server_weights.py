@@ -1,4 +1,4 @@
-"""How vLLM servers get the trainer's weights: the first rank broadcasts to all of their workers, or writes a file."""
+"""How vLLM servers get weights: the first rank broadcasts to all workers, or writes a file."""
 
 import shutil
 import time
@@ -35,9 +35,10 @@ LEAVE_S = 10.0  # for the servers to leave the group
 
 
 class ServerWeights:
-    """way: what all servers can do: "broadcast" (they were started with vllm_weights.py's backend), or by a file
-    "reload_from" (only the worker extension), or "reload_weights" (vLLM alone). A collective, as is `give`. here: the
-    servers run on this machine, as this user: they meet in a file of theirs, as anyone may join a store on loopback."""
+    """way: "broadcast" if all servers were started with vllm_weights.py's backend. Otherwise they
+    read a file in `folder` (on a shared disk), by "reload_from" if they have its worker extension,
+    else by vLLM's "reload_weights". here: the servers run on this machine, as this user, and meet in
+    a file, as anyone may join a store on loopback. A collective, as is `give`."""
 
     def __init__(self, servers: Servers, folder: Path, dtype: torch.dtype, here: bool):
         self.servers, self.folder, self.dtype = servers, folder, dtype
@@ -49,14 +50,15 @@ class ServerWeights:
         backends = set()
         for url in self.servers.urls:
             try:
-                backends |= set(self.servers.on_workers(url, "weight_transfer_backend").result()["results"])
+                found = self.servers.on_workers(url, "weight_transfer_backend").result()
             except InputError:  # the server has no such method
                 return "reload_weights"
+            backends |= set(found["results"])
         return "broadcast" if backends == {"broadcast"} else "reload_from"
 
     def give(self, stream: CheckedStream, version: int) -> str | None:
-        """Gives all servers the weights. Returns, on all ranks, why that failed; a server may then hold some old and
-        some new ones. Every rank reads the stream to its end, as its tensors are gathered from all of them."""
+        """Gives all servers the weights. Returns, on all ranks, why that failed; a server may then have
+        old and new ones. Every rank reads the stream to its end: tensors come from all ranks."""
         failure, weights = None, iter(stream)
         try:
             if dist.get_rank() == 0:
@@ -81,22 +83,25 @@ class ServerWeights:
             self._group = self._connect(device)
         self._finish(self.servers.order("/start_weight_update"))
         sending: tuple[list[Future], dist.Work | None] = ([], None)
+        dtype = str(self.dtype).removeprefix("torch.")
         for names, tensors in _buckets(weights):
             shapes = [list(tensor.shape) for tensor in tensors]
             bucket = torch.cat([tensor.flatten() for tensor in tensors])
             self._finish(*sending)
-            update = {"names": names, "shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
+            update = {"names": names, "shapes": shapes, "dtype": dtype}
             replies = self.servers.order("/update_weights", json={"update_info": update})
             sending = replies, self._group.broadcast(bucket, 0)
         self._finish(*sending)
         self._finish(self.servers.order("/finish_weight_update"))
 
     def _connect(self, device: torch.device) -> Any:
-        """The process group of the trainer's first rank (its rank 0) and all workers, server after server."""
+        """The process group of the trainer's first rank and all workers, server after server."""
         urls = self.servers.urls
         sizes = [self.servers.ask(url, "GET", "/get_world_size")["world_size"] for url in urls]
-        host, size, limit = _address_towards(urls), 1 + sum(sizes), timedelta(seconds=SYNC_TIMEOUT_S)
-        info = {"host": host, "port": 0, "file": "", "device": device.type, "size": size, "timeout_s": SYNC_TIMEOUT_S}
+        host, size = _address_towards(urls), 1 + sum(sizes)
+        limit = timedelta(seconds=SYNC_TIMEOUT_S)
+        info = {"host": host, "port": 0, "file": "", "device": device.type, "size": size}
+        info["timeout_s"] = SYNC_TIMEOUT_S
         store: Any
         if self.here:
             self._meeting = TemporaryDirectory(prefix="plainrl_")
@@ -115,7 +120,7 @@ class ServerWeights:
         return joined.result()
 
     def _finish(self, replies: list[Future], work: dist.Work | None = None) -> None:
-        """Waits for the replies and the work. One may hang if the other failed; both, if a server lost its worker."""
+        """Waits for the replies and the work. One may hang if the other failed, or a worker is lost."""
         start = asked = time.monotonic()
         while True:
             try:
@@ -142,11 +147,12 @@ class ServerWeights:
         return InputError(f"--rollout-engine {urls}: the broadcast of weights broke off ({reason})")
 
     def _write_and_reload(self, weights: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
-        """folder: a new one at each sync, since a network disk may show the old file of a known path."""
+        """folder: a new one at each sync, since a network disk may show an old file."""
         folder.mkdir(parents=True, exist_ok=True)
         whole = {name: tensor.cpu().contiguous() for name, tensor in weights}
         save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
-        for reply in [self.servers.on_workers(url, self.way, weights_path=str(folder)) for url in self.servers.urls]:
+        urls, path = self.servers.urls, str(folder)
+        for reply in [self.servers.on_workers(url, self.way, weights_path=path) for url in urls]:
             reply.result()
         shutil.rmtree(folder)
 
@@ -157,9 +163,9 @@ class ServerWeights:
                 raise WeightSyncError(f"the vLLM server {url} kept its prefix cache")
 
     def leave(self) -> None:
-        """Ends the group; the next `give` makes a new one. All sides abort: NCCL's shutdown waits until every rank has
-        called it, and a server may be gone. `give` has waited for all that it sent, so nothing is lost. A server that
-        hangs in a broadcast does not answer; the caller starts it anew."""
+        """Ends the group; the next `give` makes a new one. All sides abort, since NCCL's shutdown waits
+        for every rank and a server may be gone; `give` has waited for all that it sent. A server
+        that hangs in a broadcast does not answer; the caller starts it anew."""
         if self._group is not None:
             group, self._group = self._group, None
             ending = self.servers.order("/shutdown_weight_transfer_engine")
@@ -169,19 +175,22 @@ class ServerWeights:
 
 
 def _buckets(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
-    """Successive tensors of one dtype, in buckets of at most BUCKET_BYTES; a larger tensor is alone in its bucket."""
-    bucket: dict[str, torch.Tensor] = {}
+    """Successive tensors of one dtype, at most BUCKET_BYTES together; a larger tensor goes alone."""
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
     for name, tensor in stream:
-        size = sum(own.nbytes for own in bucket.values()) + tensor.nbytes
-        if bucket and (size > BUCKET_BYTES or {own.dtype for own in bucket.values()} != {tensor.dtype}):
-            yield [*bucket], [*bucket.values()]
-            bucket = {}
-        bucket[name] = tensor
-    yield [*bucket], [*bucket.values()]
+        size = sum(own.nbytes for own in tensors) + tensor.nbytes
+        if tensors and (size > BUCKET_BYTES or tensors[0].dtype != tensor.dtype):
+            yield names, tensors
+            names, tensors = [], []
+        names.append(name)
+        tensors.append(tensor)
+    yield names, tensors
 
 
 def _address_towards(urls: list[str]) -> str:
-    """This machine's address on the network that leads to the servers; loopback if all of them are on this machine."""
+    """This machine's address on the network of the servers; loopback if all are on this machine."""
     ports = {"http": 80, "https": 443}
-    addresses = [address_towards(url.hostname, url.port or ports[url.scheme]) for url in map(urlsplit, urls)]
-    return next((address for address in addresses if not ip_address(address).is_loopback), addresses[0])
+    parts = [urlsplit(url) for url in urls]
+    addresses = [address_towards(url.hostname, url.port or ports[url.scheme]) for url in parts]
+    return next((own for own in addresses if not ip_address(own).is_loopback), addresses[0])

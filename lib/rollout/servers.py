@@ -1,4 +1,4 @@
-"""vLLM servers over HTTP. Requests run on an event loop in a thread of their own. aiohttp, because httpx looks at all
+"""vLLM servers over HTTP. Requests run on an event loop in a thread. aiohttp, because httpx looks at all
 open connections for each request: with hundreds at a time that costs more CPU than the sampling."""
 
 import asyncio
@@ -22,7 +22,7 @@ PATH = "/plainrl/generate"  # the route of vllm_batches.py
 MOMENT_S = 0.001  # in which requests gather that travel together
 END_S = 10.0  # for what still runs when a run ends
 HEALTH_S = 120.0  # for the process of a server's API to answer
-ANSWER_S = 600.0  # for the engine behind it: a step on a CPU takes minutes. For samples there is no limit
+ANSWER_S = 600.0  # for the engine behind it, whose step on a CPU takes minutes; samples have no limit
 DEAD = (500, 502, 503)  # how a server answers whose engine has ended
 
 
@@ -30,22 +30,26 @@ class ServerLost(InputError):
     """No server answers there, or one without an engine."""
 
 
+def server_error(url: str, text: str) -> InputError:
+    return InputError(f"--rollout-engine {url}: {text}")
+
+
 @dataclass
 class Batch:
-    """Requests by their ids, with a future for the answer of each, and the ids of earlier ones to abort."""
+    """Requests, with a future for the answer to each, and the ids of earlier requests to abort."""
 
-    begin: dict[str, tuple[dict, asyncio.Future]] = field(default_factory=dict)
+    begin: list[tuple[dict, asyncio.Future]] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
 
 
 def answered(found: dict) -> Generated:
-    """Of a line that vllm_batches.py writes."""
+    """Of a line that vllm_batches.py writes, or of a choice that a server answers."""
     routes = found.get(ROUTES)
     return Generated(**found | {ROUTES: None if routes is None else unpack_routes(routes)})
 
 
 class Servers:
-    """The servers at `urls`. Errors are InputErrors and name the server. key: what each request shows to it."""
+    """The servers at `urls`. Errors are InputErrors that name the server. key: of each request."""
 
     def __init__(self, urls: list[str], key: str | None = None):
         self.urls = [url.rstrip("/") for url in urls]
@@ -59,21 +63,24 @@ class Servers:
     async def _connect(self, key: str | None) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)  # below vLLM's 5 s
         headers = {"Authorization": f"Bearer {key}"} if key else None
-        return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), headers=headers)
+        no_limit = aiohttp.ClientTimeout(total=None)
+        return aiohttp.ClientSession(connector=connector, timeout=no_limit, headers=headers)
 
     def begin(self, coroutine: Coroutine) -> Future:
         """Runs it on the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def ask(self, url: str, method: str, path: str, limit_s: float = ANSWER_S, **kwargs) -> dict:
-        return self.begin(self.request(url, method, path, timeout=aiohttp.ClientTimeout(limit_s), **kwargs)).result()
+        limit = aiohttp.ClientTimeout(limit_s)
+        return self.begin(self.request(url, method, path, timeout=limit, **kwargs)).result()
 
     def post(self, url: str, path: str, **kwargs) -> Future:
         return self.begin(self.request(url, "POST", path, **kwargs))
 
     def order(self, path: str, **kwargs) -> list[Future]:
         """Posts the same to all servers, and waits for none."""
-        return [self.post(url, path, timeout=aiohttp.ClientTimeout(ANSWER_S), **kwargs) for url in self.urls]
+        limit = aiohttp.ClientTimeout(ANSWER_S)
+        return [self.post(url, path, timeout=limit, **kwargs) for url in self.urls]
 
     def order_all(self, path: str, **kwargs) -> None:
         """Posts the same to all servers, and waits for all."""
@@ -81,7 +88,7 @@ class Servers:
             reply.result()
 
     def on_workers(self, url: str, method: str, **kwargs) -> Future:
-        """Calls a method of its workers, on a connection of its own, which the server closes if the method fails."""
+        """Calls a method of its workers. The server closes the connection if the method fails."""
         order = {"method": method, "kwargs": kwargs}
         return self.post(url, "/collective_rpc", json=order, headers={"Connection": "close"})
 
@@ -101,12 +108,14 @@ class Servers:
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             what = f"no vLLM server answers there ({type(error).__name__}: {error})"
-            raise ServerLost(f"--rollout-engine {url}: {what}; start it, or see its log for why it ended") from error
+            how = "start it, or see its log for why it ended"
+            raise ServerLost(f"--rollout-engine {url}: {what}; {how}") from error
 
     async def _refused(self, url: str, path: str, status: int, body: bytes) -> NoReturn:
         if status in DEAD and path != "/health":
             await self.request(url, "GET", "/health")
-        what = f"{path} failed with {status}: {' '.join(body.decode(errors='replace').split())[:500]}"
+        said = " ".join(body.decode(errors="replace").split())[:500]
+        what = f"{path} failed with {status}: {said}"
         if status == 404 and not path.startswith("/v1"):
             what = f"the server has no {path}: start it with VLLM_SERVER_DEV_MODE=1 in its environment"
         if status == 401:
@@ -115,22 +124,21 @@ class Servers:
         raise kind(f"--rollout-engine {url}: {what}")
 
     async def generate(self, url: str, prompt_ids: list[int], settings: dict) -> Generated:
-        """What a server with the route of vllm_batches.py samples. Requests of one moment travel together."""
+        """Samples by the route of vllm_batches.py. Requests of one moment go together."""
         name, answer = f"{self._name} {next(self._numbers)}", self.loop.create_future()
         request = {"id": name, "prompt_token_ids": prompt_ids, "settings": settings}
-        self._next_batch(url).begin[name] = request, answer
+        self._next_batch(url).begin.append((request, answer))
         try:
             found = await answer
         except asyncio.CancelledError:
-            if self._next_batch(url).begin.pop(name, None) is None:
-                self._next_batch(url).abort.append(name)
+            self._next_batch(url).abort.append(name)
             raise
         if "error" in found:
             await self.request(url, "GET", "/health")
-            raise InputError(f"--rollout-engine {url}: {found['error']}")
+            raise server_error(url, found["error"])
         return answered(found)
 
-    def _next_batch(self, url: str) -> "Batch":
+    def _next_batch(self, url: str) -> Batch:
         if url not in self._waiting:
             self._waiting[url] = Batch()
             self.loop.call_later(MOMENT_S, self._post, url)
@@ -143,10 +151,11 @@ class Servers:
             self._posts.add(post)
             post.add_done_callback(self._posts.discard)
 
-    async def _answer(self, url: str, batch: "Batch") -> None:
+    async def _answer(self, url: str, batch: Batch) -> None:
         """Gives each request its answer, or all that have none the reason."""
-        waiting = {name: answer for name, (_, answer) in batch.begin.items()}
-        order = {"begin": [request for request, _ in batch.begin.values()], "abort": batch.abort}
+        begin = [(request, answer) for request, answer in batch.begin if not answer.cancelled()]
+        waiting = {request["id"]: answer for request, answer in begin}
+        order = {"begin": [request for request, _ in begin], "abort": batch.abort}
         try:
             async with self._response(url, "POST", PATH, json=order) as response:
                 rest = b""
@@ -157,7 +166,8 @@ class Servers:
                         if not answer.done():
                             answer.set_result(found)
             if waiting:
-                raise ServerLost(f"--rollout-engine {url}: the server left {len(waiting)} requests without an answer")
+                what = f"the server left {len(waiting)} requests without an answer"
+                raise ServerLost(f"--rollout-engine {url}: {what}")
         except InputError as error:
             for answer in waiting.values():
                 if not answer.done():

@@ -30,7 +30,6 @@ from lib.model import Policy
 from lib.model.routing import ROUTES
 from lib.rollout.async_rollouts import AsyncRollouts, Order, gather_groups, own_groups, staleness_metrics
 from lib.rollout.engine import Generated, RolloutEngine, SteppedEngine, add_responses, request_seeds
-from lib.rollout.lora_sync import choose_lora_sync
 from lib.rollout.replay import NoRecorder
 from lib.rollout.weight_sync import image_probe, sync_weights
 from lib.sampling import Sampling
@@ -59,15 +58,14 @@ def make_engine(
     processor: ProcessorMixin | None = None,
     max_images: int = 0,
     vllm_kwargs: Mapping[str, Any] | None = None,
-    lora_sync: str = "merged",
     returns_routes: bool = False,
     own: "ManagedServers | None" = None,
 ) -> RolloutEngine:
     """The engine called `name` (engine_class; several URLs have commas between). folder: of its files; it need not
     exist. max_length: tokens of prompt and response. dtype: that the trainer computes in. gpu_memory: share of the GPU
     for the engine. ranks: how many neighbouring ranks share one. rows: that a vLLM engine samples at a time.
-    processor: of a vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine. lora_sync: for
-    "vllm". returns_routes: whether rollouts have the column routed_experts. own: what "vllm" means."""
+    processor: of a vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine.
+    returns_routes: whether rollouts have the column routed_experts. own: what "vllm" means."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
@@ -81,8 +79,6 @@ def make_engine(
         name = ",".join(own.urls())
     make = engine_class(name)
     of_url = "://" in name
-    if make.takes_adapters:
-        settings["lora_sync"] = lora_sync
     engine = make(name, model, tokenizer, **settings, own=own) if of_url else make(model, tokenizer, **settings)
     engine.image_probe = probe
     if returns_routes:
@@ -127,7 +123,7 @@ def check_engine_import(name: str, vllm_kwargs: Mapping[str, Any] | None = None)
         except ImportError as error:
             why = f"vLLM cannot be imported ({error})"
             raise InputError(f"--rollout-engine vllm: {why}; use --rollout-engine hf") from error
-        from lib.rollout.vllm_engine import check_vllm_kwargs
+        from lib.rollout.vllm_start import check_vllm_kwargs
 
         check_vllm_kwargs(vllm_kwargs or {}, [setting.name for setting in fields(EngineArgs)])
 
@@ -196,7 +192,6 @@ class Rollouts:
     _begun: tuple[int, Callable[[], DataProto]] | None = None  # group size of the last prompts(), and their responses
 
     def __post_init__(self):
-        self._measures_lora_sync = self.engine.lora_sync == "auto"
         if self.async_level and not self.recorder.replays:
             assert self.engine.asynchronous
             engine, sizes = cast("ServerEngine", self.engine), self.sizes
@@ -216,8 +211,6 @@ class Rollouts:
         self._asked.clear()
 
         def verified() -> DataProto:
-            if self.engine.lora_sync == "auto":
-                choose_lora_sync(self.engine, actor.module, version, float(actor.scheduler.base_lrs[0]))
             limits = {"tolerance": self.sync_tolerance, "max_mismatch": self.max_mismatch}
             metrics = sync_weights(self.engine, actor.module, version, **limits)
             return DataProto(meta_info=dict(metrics))
@@ -324,13 +317,9 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """A collective if rollouts are asynchronous."""
         state = {} if self.loader is None else self.loader.state_dict()
-        if self._measures_lora_sync:
-            state["lora_sync"] = self.engine.lora_sync
         return state if self._async is None else state | self._async.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._measures_lora_sync:
-            self.engine.lora_sync = state.get("lora_sync", "auto")  # a run goes on as it began
         if self.recorder.replays and "in_flight" in state:  # the record has them, from the next step on
             state["position"] -= len(state["in_flight"]) // self.sizes.group_size
         if self.loader is not None:  # there is none with --val-only

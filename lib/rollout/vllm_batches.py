@@ -1,10 +1,11 @@
-"""Requests in batches: a route for vLLM's API server (--middleware lib.rollout.vllm_batches.Batches), whose own routes
-take a millisecond of CPU for each request.
+"""Requests in batches: a route for vLLM's API server (--middleware lib.rollout.vllm_batches.Batches),
+whose own routes take a millisecond of CPU for each request.
 
-POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [ids of earlier ones]}; settings by the
-names of SamplingParams. As soon as a request ends there is a line of JSON: [its id, the fields of Generated], or [its
-id, {"error": why}]. Those whose connection closes are aborted. With VLLM_API_KEY in the server's environment every
-route needs it, also those that vLLM leaves open to all: they pause the server and load weights."""
+POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [earlier ids]};
+settings by the names of SamplingParams. As soon as a request ends there is a line of JSON: [its id,
+the fields of Generated, or {"error": why}]. A closed connection aborts its requests. With
+VLLM_API_KEY in the server's environment every route needs the key, also those that vLLM leaves open:
+they pause the server and load weights."""
 
 import asyncio
 import json
@@ -44,32 +45,22 @@ class Batches:
 
 
 async def _answers(engine: Any, requests: list[dict]) -> AsyncIterator[bytes]:
-    """Those that are ready at a time together."""
-    ready: asyncio.Queue[bytes] = asyncio.Queue()
-
-    async def run(request: dict) -> None:
-        ready.put_nowait(json.dumps([request["id"], await _sample(engine, request)]).encode() + b"\n")
-
-    running = [asyncio.create_task(run(request)) for request in requests]
+    running = [asyncio.create_task(_sample(engine, request)) for request in requests]
     try:
-        left = len(running)
-        while left:
-            lines = [await ready.get()]
-            while not ready.empty():
-                lines.append(ready.get_nowait())
-            yield b"".join(lines)
-            left -= len(lines)
+        for ended in asyncio.as_completed(running):
+            yield json.dumps(await ended).encode() + b"\n"
     finally:
         for task in running:
             task.cancel()
 
 
-async def _sample(engine: Any, request: dict) -> dict:
+async def _sample(engine: Any, request: dict) -> tuple[str, dict]:
     prompt = {"type": "token", "prompt_token_ids": request["prompt_token_ids"]}
     try:
         outputs = engine.generate(prompt, request_params(**request["settings"]), request["id"])
         output = [output async for output in outputs][-1]
         routes = output.outputs[0].routed_experts
-        return vars(generated(output)) | {"routed_experts": None if routes is None else numpy2base64(routes)}
+        answer = vars(generated(output)) | {"routed_experts": None if routes is None else numpy2base64(routes)}
     except Exception as error:  # noqa: BLE001  the trainer is told, and asks for the server's health
-        return {"error": f"{type(error).__name__}: {error}"}
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    return request["id"], answer

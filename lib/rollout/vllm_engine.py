@@ -1,176 +1,54 @@
 """The engine `vllm`: vLLM inside this process."""
 
-import copy
 import json
 import os
-import shutil
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
-from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from textwrap import shorten
-from typing import Any, get_args
+from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, broadcast, compute_device, new_cpu_subgroup
-from lib.model.vision import family_of
+from lib.distributed import Part, all_gather_lists, broadcast, compute_device, new_cpu_subgroup
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, row_limits, stop_token_ids
+from lib.rollout.vllm_start import adapter_settings, cached, engine_settings, prepare_for_cpu, save_files
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
 
-# settings of vLLM: the flag that sets each
-BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype", "seed": "--seed"}
-BY_FLAG |= {"max_model_len": "--max-prompt-length, --max-response-length and --multi-turn.context-window"}
-BY_FLAG |= {"limit_mm_per_prompt": "--max-images"}
-BY_FLAG |= {"enable_lora": "--lora-sync", "max_lora_rank": "--lora-rank"}
-BY_FLAG["enable_return_routed_experts"] = "--routing-replay"
-BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
-BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
-FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
-FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
-FIXED += ["pipeline_parallel_size", "max_loras"]
-CACHED_S = 30 * 86400.0  # how long files of an engine stay in the cache after their last use
-
-
-def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
-    """known: the names that vLLM's EngineArgs have. Raises InputError for others, and for what is set here."""
-    for name in settings:
-        if name not in known:
-            near = "".join(f"; {near}?" for near in get_close_matches(name, known, 1))
-            raise InputError(f"--vllm-kwargs {name}: vLLM has no such setting{near}")
-        if name in BY_FLAG:
-            raise InputError(f"--vllm-kwargs {name}: set it by {BY_FLAG[name]}")
-        if name in FIXED:
-            raise InputError(f"--vllm-kwargs {name}: training depends on the value that it has here")
-
-
-def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: ProcessorMixin | None) -> None:
-    """The folder from which a vLLM engine starts: all but weights."""
-    config = copy.deepcopy(model.config)
-    # vLLM asks the language part, transformers the whole. A head that is not tied there has weights that no sync gives
-    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
-    config.save_pretrained(folder)
-    if processor is not None:
-        processor.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def cached(folder: Path) -> Path:
-    """A folder with the same files, whose path depends on nothing but them: vLLM looks up what it has compiled by the
-    model's path, and compiles for 20 to 60 s where that is new. It is in the user's cache, for CACHED_S after its last
-    use; `folder` itself where the cache cannot be written. The files are no weights, so they are copied."""
-    name = _content_hash(folder)
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "plainrl", "engines")
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if cache.stat().st_uid != os.getuid():
-            raise PermissionError(f"{cache} belongs to another user")  # who could exchange what is in it
-        if not (cache / name).exists():
-            with TemporaryDirectory(dir=cache) as aside:
-                made = shutil.copytree(folder, Path(aside, name))
-                with suppress(OSError):  # another process was first
-                    made.rename(cache / name)
-        if _content_hash(cache / name) != name:
-            raise FileNotFoundError(f"{cache / name} is damaged: delete it")
-        os.utime(cache / name)
-        for other in cache.iterdir():
-            with suppress(FileNotFoundError):  # another process deletes, too
-                if other.stat().st_mtime < time.time() - CACHED_S:
-                    shutil.rmtree(other, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # the latter: there is no home
-        if is_first_on_node():
-            why = shorten(str(error), 200, placeholder=" ...")
-            print(f"note: vLLM compiles anew, because the model's files are not in a cache: {why}", flush=True)
-        return folder
-    return cache / name
-
-
-def _content_hash(folder: Path) -> str:
-    files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-    hashes = {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
-    return sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def engine_settings(
-    model, *, max_length: int, dtype: torch.dtype, gpu_memory: float, ranks=1, rows=256, processor=None, max_images=0
-) -> dict[str, Any]:
-    """What every vLLM engine of a run is started with, by the names of EngineArgs. For the parameters see make_engine.
-    Raises InputError if the model cannot be split over the ranks, or if vLLM would compute prompts with images
-    otherwise than training."""
-    on_gpu = compute_device(model).type != "cpu"
-    heads = model.config.get_text_config().num_attention_heads
-    if heads % ranks:
-        why = f"the model's {heads} attention heads must be a multiple of it"
-        raise InputError(f"--rollout-tensor-parallel-size {ranks}: {why}")
-    if processor is not None and family_of(model.config).bidirectional and not on_gpu:
-        why = "the tokens of an image see each other in this model, in vLLM on a CPU only those before"
-        raise InputError(f"--rollout-engine vllm: {why}: take hf")
-    settings: dict[str, Any] = {"load_format": "dummy", "seed": 0, "tensor_parallel_size": ranks}
-    settings["dtype"] = str(dtype).removeprefix("torch.")
-    settings["max_model_len"] = max(max_length, 33)  # the probe of sync_weights has 32 tokens and samples one
-    settings["generation_config"] = "vllm"  # the model's own would change requests
-    settings["logprobs_mode"] = "processed_logprobs"  # at the sampling temperature, after top-p, top-k and min-p
-    if max_images:
-        settings["limit_mm_per_prompt"] = {"image": max_images, "video": max_images}
-        settings["mm_device_do_normalize"] = False  # its buffers are among the weights that "dummy" makes random
-    if on_gpu:
-        return settings | {"gpu_memory_utilization": gpu_memory, "max_num_seqs": rows}
-    settings["max_num_seqs"] = 512  # a step of a tiny model costs the scheduler's time, not that of its rows
-    # seeded requests and chunked prefill crash on a CPU
-    return settings | {"kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False, "enforce_eager": True}
-
-
-def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """With which vLLM samples with the model's LoRA adapter. Raises UnsupportedAdapter if it cannot."""
-    from vllm.config.lora import MaxLoRARanks
-    from vllm.model_executor.models import ModelRegistry, supports_lora
-
-    rank, ranks = model.peft_config["default"].r, get_args(MaxLoRARanks)
-    if rank > max(ranks):
-        raise UnsupportedAdapter(f"--lora-rank {rank}: vLLM takes adapters up to {max(ranks)}: take --lora-sync merged")
-    known = ModelRegistry.models.get(name := model.config.architectures[0])
-    if known is None or not supports_lora(known.load_model_cls()):
-        raise UnsupportedAdapter(f"--lora-sync adapter: vLLM has no LoRA for {name}: take --lora-sync merged")
-    return {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= rank), "max_loras": 1}
-
 
 class VLLMEngine(SteppedEngine):
-    """A vLLM engine inside this process, on CPU or GPU, which takes weights in memory. It starts with dummy weights,
-    from a folder that holds only config and tokenizer. A generate before the first load_weights is refused.
+    """A vLLM engine inside this process, which takes weights in memory. It starts with dummy weights,
+    from a folder with config and tokenizer, and does not sample before the first load_weights.
 
-    `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
-    the same requests in the same order on all of them: generate, step and the end of a session are their collectives.
+    `ranks` neighbouring ranks share one engine, split by tensor parallelism. vLLM needs the requests
+    of all in the same order everywhere: generate, step and the end of a session are collectives.
 
-    more: further settings of vLLM, which check_vllm_kwargs has seen. lora_sync: --lora-sync. start: of engine_settings.
-    Raises InputError as engine_settings, or if vLLM refuses a setting; UnsupportedAdapter if lora_sync is "adapter"."""
+    In 16 bits vLLM gets LoRA's adapters, if it takes them, since W + dW would lose small updates.
+    Otherwise it gets merged weights, which cost nothing while sampling. `enable_lora` overrides it.
 
-    takes_images = takes_adapters = gives_routes = True
+    more: of --vllm-kwargs. start: of engine_settings. Raises InputError if vLLM cannot start so,
+    UnsupportedAdapter if it cannot take an adapter that was asked for."""
+
+    takes_images = gives_routes = True
     long_steps = False  # a step is one token; requests come and go at each step
 
-    def __init__(
-        self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, lora_sync="merged", **start
-    ):
-        self._device = compute_device(model)
+    def __init__(self, model, tokenizer, *, folder: Path, dtype, ranks=1, processor=None, more=None, **start):
+        self._device, self.dtype = compute_device(model), dtype
         on_gpu = self._device.type != "cpu"
         settings = engine_settings(model, dtype=dtype, ranks=ranks, processor=processor, **start)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engine and trainer share tensors by reference
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if not on_gpu:
-            _prepare_for_cpu(name := broadcast(f"plainrl-{uuid4().hex}"))
+            prepare_for_cpu(name := broadcast(f"plainrl-{uuid4().hex}"))
         import vllm
 
         from lib.rollout import vllm_weights  # noqa: F401  the import registers the backend
@@ -181,25 +59,28 @@ class VLLMEngine(SteppedEngine):
         settings |= {"enable_sleep_mode": on_gpu, "weight_transfer_config": {"backend": "direct"}}
         if several := dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
-        settings |= (more or {}) | self._lora_settings(model, lora_sync)
+        more = dict(more or {})
+        self._asks_for_lora: bool | None = more.pop("enable_lora", None)
+        settings |= more | self._lora_settings(model)
         try:
-            with own_generators(self._device), seeded("vllm"), _groups_of_one():  # vLLM seeds the global ones
-                self.llm = vllm.LLM(str(folder if settings.get("enforce_eager") else cached(folder)), **settings)
+            path = folder if settings.get("enforce_eager") else cached(folder)
+            with own_generators(self._device), seeded("vllm"), _groups_of_one():
+                self.llm = vllm.LLM(str(path), **settings)
         except (ValueError, TypeError) as error:
             if not more:
                 raise
-            raise InputError(f"--vllm-kwargs {json.dumps(dict(more))}: vLLM refuses them: {error}") from error
+            raise InputError(f"--vllm-kwargs {json.dumps(more)}: vLLM refuses them: {error}") from error
         self.llm.init_weight_transfer_engine({"init_info": {}})
         if several and not on_gpu:
             dist.barrier()  # all ranks have it open: whatever ends the run leaves none behind
             for file in Path("/dev/shm").glob(f"{name}-*"):
                 file.unlink(missing_ok=True)
-        self.dtype, self.pad_token_id, self.can_sleep = dtype, tokenizer.pad_token_id, on_gpu
+        self.pad_token_id, self.can_sleep = tokenizer.pad_token_id, on_gpu
         self.stop_ids, self.max_length = stop_token_ids(model, tokenizer), start["max_length"]
         self.shared = ranks > 1
         self._ranks = new_cpu_subgroup(ranks) if self.shared else None
         self._place = dist.get_rank() % ranks
-        self._submitted: dict[str, tuple] = {}  # (prompt, sampling, seed) of requests that begin at the next step
+        self._submitted: dict[str, tuple] = {}  # (prompt, sampling, seed); they begin at the next step
         self._aborted: list[str] = []
         self._running: dict[str, Media | None] = {}
         self._base: int | None = None  # the checksum of the weights below an adapter
@@ -207,40 +88,57 @@ class VLLMEngine(SteppedEngine):
         self._lora: Any = None  # the LoRARequest of each request
         self.sleep()
 
-    def _lora_settings(self, model: PreTrainedModel, lora_sync: str) -> dict[str, Any]:
-        if getattr(model, "peft_config", None) is None or lora_sync == "merged":
+    def _lora_settings(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Sets lora_sync. Returns the settings for adapters, if there are to be any."""
+        asked = self.dtype != torch.float32 if self._asks_for_lora is None else self._asks_for_lora
+        if getattr(model, "peft_config", None) is None or not asked:
             return {}
+        self.lora_sync = "adapter"
         try:
-            settings, self.lora_sync = adapter_settings(model), lora_sync
+            return adapter_settings(model)
         except UnsupportedAdapter as error:
-            if lora_sync == "adapter":
-                raise
-            if is_first_on_node():
-                print(f"--lora-sync auto: merged: {error}", flush=True)
+            self._merge_from_now_on(error)
             return {}
-        return settings
+
+    def _merge_from_now_on(self, error: UnsupportedAdapter) -> None:
+        """Raises the error if adapters were asked for."""
+        if self._asks_for_lora:
+            raise error
+        self.lora_sync = "merged"
+        if is_first_on_node():
+            what = f"vLLM gets merged weights, which lose small updates in {self.dtype}"
+            print(f"LoRA: {what}: {error}", flush=True)
 
     def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Streams the trainer's weights into the engine, one whole tensor at a time; those below an adapter once. A
-        collective. Raises UnsupportedAdapter."""
+        """Streams the trainer's weights into the engine, tensor by tensor; those below an adapter only once.
+        A collective."""
         self._finish_steps()
         if self.can_sleep:
-            self.llm.wake_up(["weights"])  # the KV cache wakes later: it and the update's memory never add up
-        merged = self.lora_sync == "merged"
-        if merged or self._base is None:
-            stream = CheckedStream(model, self.dtype, "merged" if merged else "base")
-            self.llm.start_weight_update()
-            self.llm.update_weights({"update_info": {"weights": stream}})
-            self.llm.finish_weight_update(weight_version=str(version))
-            self._base, self._lora, checksum = None if merged else stream.checksum, None, stream.checksum
-        if not merged:
-            checksum = (self._base + self._load_adapter(model)) % (1 << 64)
-        if not self.llm.reset_prefix_cache():  # cached prefixes hold keys and values of the old weights
-            raise WeightSyncError(f"version {version}: vLLM kept its prefix cache because requests are in flight")
+            self.llm.wake_up(["weights"])  # the KV cache wakes after the update, whose memory it needs
+        if self.lora_sync == "adapter":
+            try:
+                self._base = self._load(model, version, "base") if self._base is None else self._base
+                checksum = (self._base + self._load_adapter(model)) % (1 << 64)
+            except UnsupportedAdapter as error:
+                self._merge_from_now_on(error)
+        if self.lora_sync == "merged":
+            checksum, self._base = self._load(model, version, "merged"), None
+        if not self.llm.reset_prefix_cache():  # it has keys and values of the old weights
+            why = "vLLM kept its prefix cache because requests are in flight"
+            raise WeightSyncError(f"version {version}: {why}")
         self.llm.llm_engine.reset_encoder_cache()  # features of images, by the old weights
         self.version, self.checksum = version, checksum
         if self.can_sleep:
             self.llm.wake_up(["kv_cache"])
+
+    def _load(self, model: PreTrainedModel, version: int, part: Part) -> int:
+        """Gives vLLM the model's weights without an adapter. Returns their checksum."""
+        stream = CheckedStream(model, self.dtype, part)
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"weights": stream}})
+        self.llm.finish_weight_update(weight_version=str(version))
+        self._lora = None
+        return stream.checksum
 
     def _load_adapter(self, model: PreTrainedModel) -> int:
         """Gives vLLM the adapter as a new one. Returns its checksum."""
@@ -251,16 +149,19 @@ class VLLMEngine(SteppedEngine):
         stream = CheckedStream(model, self.dtype, "adapter")
         config, number = model.peft_config["default"], next(self._adapters)
         try:
-            self.llm.collective_rpc(load_adapter, args=(dict(stream), config.r, config.lora_alpha, number))
+            adapter = dict(stream), config.r, config.lora_alpha, number
+            self.llm.collective_rpc(load_adapter, args=adapter)
         except ValueError as error:
-            raise UnsupportedAdapter(f"--lora-sync adapter: {error}: take --lora-sync merged") from error
+            raise UnsupportedAdapter(str(error)) from error
         self._lora = LoRARequest(f"adapter-{number}", number, "in memory")
         return stream.checksum
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
-        [out] = self._run([_prompt(ids, media)], [self._params(1, temperature=1.0, prompt_logprobs=0)])
-        out = _checked(out, media)
-        return torch.tensor([lp[token].logprob for token, lp in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])])
+        params = self._params(1, temperature=1.0, prompt_logprobs=0)
+        [output] = self._run([_prompt(ids, media)], [params])
+        _check_prompt(output, media)
+        tokens, log_probs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
+        return torch.tensor([of[token].logprob for token, of in zip(tokens, log_probs)])
 
     def sleep(self) -> None:
         """On a GPU, frees weights and KV cache. Weights below an adapter stay in CPU memory."""
@@ -270,15 +171,15 @@ class VLLMEngine(SteppedEngine):
             self.version = self.checksum = None
 
     def _finish_steps(self) -> None:
-        """On a GPU vLLM starts a step before it has read the one before. So one more is running when the last request
-        has ended: with weights and memory that go away, and with experts that vLLM would keep for the next requests."""
+        """On a GPU vLLM starts a step before it has read the one before. So one more runs when the last request
+        has ended, with weights and memory that go away, and experts that vLLM would give the next requests."""
         core: Any = self.llm.llm_engine.engine_core
         while core.engine_core.batch_queue:
             self.llm.llm_engine.step()
 
     def close(self) -> None:
         if self.can_sleep and self.version is None:
-            self.llm.wake_up()  # vLLM would free again what it has freed to sleep, an error on NVIDIA GPUs
+            self.llm.wake_up()  # vLLM would free twice what it has freed to sleep, an error on NVIDIA GPUs
         self.llm.llm_engine.engine_core.shutdown()
 
     @contextmanager
@@ -298,7 +199,8 @@ class VLLMEngine(SteppedEngine):
         """Raises ValueError when the prompt is too long for the engine."""
         length = len(media.ids if media else prompt_ids)
         if length >= self.max_length:
-            raise ValueError(f"a prompt of {length} tokens; the engine's longest row is {self.max_length}")
+            longest = f"the engine's longest row is {self.max_length}"
+            raise ValueError(f"a prompt of {length} tokens; {longest}")
         self._submitted[request_id] = (_prompt(prompt_ids, media), sampling, seed)
         self._running[request_id] = media
 
@@ -324,9 +226,11 @@ class VLLMEngine(SteppedEngine):
             for request_id, (prompt, sampling, seed) in submitted.items():
                 params = self._params(**vllm_settings(sampling, seed))
                 engine.add_request(f"{place} {request_id}", prompt, params, lora_request=self._lora)
-        ended = {out.request_id: out for out in engine.step() if out.finished}
-        mine = {name: ended[full] for name in self._running if (full := f"{self._place} {name}") in ended}
-        done = {name: self._generated(out, self._running.pop(name)) for name, out in mine.items()}
+        ended = {output.request_id: output for output in engine.step() if output.finished}
+        done = {}
+        for request_id in [*self._running]:
+            if output := ended.get(f"{self._place} {request_id}"):
+                done[request_id] = self._generated(output, self._running.pop(request_id))
         return done, all(leaves for *_, leaves in everyones)
 
     def _exchange(self, mine) -> list:
@@ -346,11 +250,11 @@ class VLLMEngine(SteppedEngine):
         return add_responses(prompts, rows, self.pad_token_id)
 
     def _generated(self, output, media: Media | None) -> Generated:
-        """Its prompt has the same tokens as in training."""
-        row = generated(_checked(output, media))
+        _check_prompt(output, media)
+        row = generated(output)
         if self.route_layers:
-            row.routed_experts = torch.from_numpy(output.outputs[0].routed_experts.astype("int16"))
-            row.routed_experts = row.routed_experts[:, self.route_layers]
+            routes = torch.from_numpy(output.outputs[0].routed_experts.astype("int16"))
+            row.routed_experts = routes[:, self.route_layers]
         return row
 
     def _params(self, max_tokens: int, **settings):
@@ -367,61 +271,18 @@ class VLLMEngine(SteppedEngine):
 
 
 def own_generators(device: torch.device) -> AbstractContextManager[None]:
-    """In it vLLM may advance torch's global generators, of the CPU and this device. By itself fork_rng takes those of
-    all GPUs, and warns."""
+    """In it vLLM may seed and advance torch's global generators, of the CPU and this device. By itself
+    fork_rng takes those of all GPUs, and warns."""
     devices = [] if device.type == "cpu" else [device]
     return torch.random.fork_rng(devices, device_type=device.type)
 
 
-def _prepare_for_cpu(name: str) -> None:
-    """name: of the engine's shared memory."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    import vllm.v1.sample.sampler as sampler
-
-    counter = sampler.batched_count_greater_than  # uncompiled: saves a C++ compilation of many seconds
-    sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
-    _rotate_heads_on_cpu()
-    _name_shared_memory(name)
-    # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite, which numba and so bm25s import,
-    # makes a C function for any attribute that is asked for, also for __dict__, and vLLM crashes
-    if llvm := sys.modules.get("llvmlite.binding.ffi"):
-        llvm.lib._fntab["__dict__"] = {}
-
-
-def _name_shared_memory(name: str) -> None:
-    """Under a launcher vLLM for CPUs gives the shared memory of an engine of several ranks the same name in each job: a
-    second job would meet the first one's, or what a killed one has left behind."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
-
-    def own_name(group: Any) -> str:
-        return f"{name}-{group.unique_name}-{'-'.join(map(str, group.ranks))}"
-
-    SharedMemory.make_group_name = staticmethod(own_name)
-
-
-def _rotate_heads_on_cpu() -> None:
-    """vLLM's rotary kernel for CPUs takes the wrong elements of a query (tokens, heads, size), which DeepSeek has."""
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-    kernel = RotaryEmbedding.forward_cpu
-    if kernel.__name__ != "forward_cpu":  # done by an earlier engine
-        return
-
-    def rotate(rotary, positions, query, key=None):
-        if query.dim() == 2:
-            return kernel(rotary, positions, query, key)
-        return rotary.forward_native(positions, query, key)
-
-    RotaryEmbedding.forward_cpu = rotate
-
-
 @contextmanager
 def _groups_of_one() -> Iterator[None]:
-    """For a single process vLLM makes a dozen gloo groups, each with a port. Here it gets the default group instead."""
-    new_group = dist.new_group
+    """For a single process vLLM makes a dozen gloo groups, each with a port. The default backend has none."""
+    new_group, backend = dist.new_group, dist.get_backend()
     if dist.get_world_size() == 1:
-        dist.new_group = lambda ranks=None, **kwargs: new_group(ranks, **kwargs | {"backend": dist.get_backend()})
+        dist.new_group = lambda ranks=None, **kwargs: new_group(ranks, **kwargs | {"backend": backend})
     try:
         yield
     finally:
@@ -432,25 +293,29 @@ def _prompt(ids, media: Media | None) -> dict:
     """By the names of vLLM's TokensPrompt."""
     data = dict(media.data) if media else {}
     if "video" in data:
-        data["video"] = [(frames, of | {"do_sample_frames": False}) for frames, of in data["video"]]
+        no_sampling = {"do_sample_frames": False}
+        data["video"] = [(frames, of | no_sampling) for frames, of in data["video"]]
     return {"prompt_token_ids": list(ids)} | ({"multi_modal_data": data} if data else {})
 
 
-def _checked(output, media: Media | None):
-    """The output, whose prompt has the same tokens as in training."""
+def _check_prompt(output, media: Media | None) -> None:
+    """Raises InputError unless the prompt has the same tokens as in training."""
     if media:
         check_expanded("vllm", media.ids, output.prompt_token_ids)
-    return output
 
 
 def request_params(**settings):
-    """vLLM's SamplingParams with these settings, for a request whose answer is read by `generated`."""
+    """vLLM's SamplingParams with these settings, for a request whose answer `generated` reads."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    # flat_logprobs: lists of numbers, not two objects a token; skip_clone: no other request uses this object
-    fixed = {"output_kind": RequestOutputKind.FINAL_ONLY, "skip_clone": True, "flat_logprobs": True}
-    return SamplingParams(detokenize="stop" in settings, **fixed, **settings)
+    return SamplingParams(
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize="stop" in settings,
+        flat_logprobs=True,  # lists of numbers, not two objects a token
+        skip_clone=True,  # no other request uses this object
+        **settings,
+    )
 
 
 def generated(output) -> Generated:
@@ -465,7 +330,8 @@ def vllm_settings(sampling: Sampling, seed: int) -> dict:
     settings: dict[str, Any] = {name: getattr(sampling, name) for name in same}
     settings |= {"max_tokens": sampling.max_response_length, "logprobs": 0, "seed": seed}
     if sampling.stop:
-        settings |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
+        settings |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+        settings["skip_special_tokens"] = False
     return settings
 
 

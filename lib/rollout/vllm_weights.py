@@ -1,13 +1,13 @@
-"""How weights get into vLLM's workers: two backends of its weight transfer, and an extension for a server's workers.
+"""How weights get into vLLM's workers: two backends of its weight transfer, and a worker extension.
 
-"direct": engine and trainer are one process, and the engine takes the trainer's tensors by reference. "broadcast": the
-workers of a server join a process group with the trainer's first rank and receive buckets of tensors. Both also work on
-a CPU, where vLLM's own do not. There two of vLLM's caches silently survive a reload, and are rebuilt here: the packed
-copy of a tied output head, and the packed experts of a mixture."""
+"direct": engine and trainer are one process, and the engine takes the trainer's tensors by reference.
+"broadcast": a server's workers join a process group with the trainer's first rank and receive buckets
+of tensors. Both also work on a CPU, where two of vLLM's caches survive a reload and are rebuilt here:
+the packed copy of a tied output head, and the packed experts of a mixture."""
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 
 from lib.distributed import address_towards, in_thread, join_group
 
-# said at each sync of layers that have nothing of their own in a checkpoint: a tied head, rotary embeddings. The sync's
-# probe would find missing weights
+# vLLM says it at each sync, of layers without weights of their own: a tied head, rotary embeddings. The
+# sync's probe would find missing weights
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
     lambda record: "Failed to load weights" not in record.getMessage()
 )
@@ -41,7 +41,8 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
     """Call it after a reload."""
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
-        if hasattr(layer, "cpu_linear") and weight is not None and weight.dim() == 2 and weight.numel():
+        is_matrix = weight is not None and weight.dim() == 2 and weight.numel()
+        if hasattr(layer, "cpu_linear") and is_matrix:
             method: Any = layer.quant_method
             method.process_weights_after_loading(layer)
 
@@ -53,8 +54,8 @@ def is_gpt_oss(model: torch.nn.Module) -> bool:
 def split_experts(
     weights: Iterable[tuple[str, torch.Tensor]], sinks: list[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a gpt-oss as its vLLM model takes them in a reload: experts one by one. Fused ones and attention
-    sinks it copies into parameters that the reload replaces. So sinks go to `sinks`, to be loaded after it."""
+    """The weights of a gpt-oss as vLLM takes them in a reload: experts one by one. It copies sinks
+    (and fused experts) into parameters that the reload replaces, so `sinks` are loaded after it."""
     for name, tensor in weights:
         layer, experts, param = name.partition(".mlp.experts.")
         if experts:
@@ -87,7 +88,9 @@ class DirectEngine(WeightTransferEngine):
         self.load(update_info.weights)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.model.load_weights(split_experts(weights, self.sinks) if is_gpt_oss(self.model) else iter(weights))
+        if is_gpt_oss(self.model):
+            weights = split_experts(weights, self.sinks)
+        self.model.load_weights(iter(weights))
 
     def finish_weight_update(self):
         finalize_layerwise_reload(self.model, self.model_config)
@@ -99,21 +102,17 @@ class DirectEngine(WeightTransferEngine):
 
 
 def load_adapter(worker: Any, tensors: dict[str, torch.Tensor], rank: int, alpha: float, number: int) -> None:
-    """Gives a worker the LoRA adapter `number` in place of the one before. tensors: whole, by peft's names; vLLM alone
-    would read them from files. Raises ValueError for layers to which vLLM would silently add nothing."""
+    """Gives a worker the LoRA adapter `number` in place of the one before. tensors: by peft's names.
+    Raises ValueError for layers to which vLLM would silently add nothing."""
     manager = worker.model_runner.lora_manager
     adapters, model = manager._adapter_manager, worker.model_runner.get_model()
     helper: Any = PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[])
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    lora = LoRAModel.from_lora_tensors(
-        number,
-        # copies, since vLLM multiplies B by alpha / rank in place
-        {name: tensor.to(manager.lora_config.lora_dtype, copy=True) for name, tensor in tensors.items()},
-        helper,
-        device=str(worker.device),
-        dtype=manager.lora_config.lora_dtype,
-        weights_mapper=mapper and mapper.get_rename_mapper(),
-    )
+    mapper, dtype = getattr(model, "hf_to_vllm_mapper", None), manager.lora_config.lora_dtype
+    # copies, since vLLM multiplies B by alpha / rank in place
+    own = {name: tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
+    settings = {"device": str(worker.device), "dtype": dtype}
+    settings["weights_mapper"] = mapper and mapper.get_rename_mapper()
+    lora = LoRAModel.from_lora_tensors(number, own, helper, **settings)
     adapters.remove_all_adapters()
     adapters.add_adapter(lora)  # packs q, k, v into qkv
     if unknown := sorted(lora.loras.keys() - adapters.modules.keys()):
@@ -157,16 +156,18 @@ class BroadcastEngine(DirectEngine):
             store = dist.TCPStore(init_info.host, init_info.port, is_master=False)
             address = address_towards(init_info.host, init_info.port)
         limit_s = init_info.timeout_s
-        joining = in_thread(lambda: join_group(store, rank, init_info.size, self.device, limit_s, address))
-        self.group = joining.result(limit_s)  # by itself NCCL would wait for ever for a trainer that is gone
+        size, device = init_info.size, self.device
+        joining = in_thread(lambda: join_group(store, rank, size, device, limit_s, address))
+        self.group = joining.result(limit_s)  # NCCL would wait for ever for a trainer that is gone
 
     def receive_weights(self, update_info):
         """Receives one bucket: tensors of one dtype, end to end."""
         numels = [torch.Size(shape).numel() for shape in update_info.shapes]
-        bucket = torch.empty(sum(numels), dtype=getattr(torch, update_info.dtype), device=self.device)
+        dtype = getattr(torch, update_info.dtype)
+        bucket = torch.empty(sum(numels), dtype=dtype, device=self.device)
         self.group.broadcast(bucket, 0).wait()
-        tensors = [part.view(shape) for part, shape in zip(bucket.split(numels), update_info.shapes)]
-        self.load(zip(update_info.names, tensors))
+        parts = zip(bucket.split(numels), update_info.shapes)
+        self.load(zip(update_info.names, [part.view(shape) for part, shape in parts]))
 
     def shutdown(self):
         if self.group is not None:
@@ -175,40 +176,33 @@ class BroadcastEngine(DirectEngine):
 
 
 class WorkerExtension:
-    """Methods for every worker of a server, whose flag imports this module, which registers the backends."""
+    """Methods for every worker of a server. The server's flag imports this module, with its backends."""
 
     # attributes of the worker; vLLM makes this class a base of the worker's
     vllm_config: Any
     device: torch.device
     model_runner: Any
-    reload_weights: Callable[..., None]
 
     def weight_transfer_backend(self) -> str | None:
         config = self.vllm_config.weight_transfer_config
         return config and config.backend
 
     def take_lease(self, ours: dict, seconds: float, over: dict | None = None) -> dict | None:
-        """Lends the server to the run `ours` for so many seconds. Returns None, or the other run, but not `over`, that
-        has it."""
-        holder, until = getattr(self, "_lease", (None, 0.0))
-        if holder not in (None, ours, over) and time.monotonic() < until:
+        """Lends the server to the run `ours`, also if `over` has it. Returns None, or the run that has it."""
+        holder, until = getattr(self, "_lease", (ours, 0.0))
+        if holder["run"] != ours["run"] and holder != over and time.monotonic() < until:
             return holder
         self._lease = ours, time.monotonic() + seconds
         return None
 
     def reload_from(self, weights_path: str) -> None:
-        """vLLM's reload_weights, which would leave stale caches on a CPU and lose weights of gpt-oss; this does not."""
-        model = self.model_runner.get_model()
-        if self.device.type == "cpu":
-            forget_packed_experts(model)
-        if is_gpt_oss(model):
-            sinks: list[tuple[str, torch.Tensor]] = []
-            files = sorted(str(file) for file in Path(weights_path).glob("*.safetensors"))
-            self.reload_weights(weights_iterator=split_experts(safetensors_weights_iterator(files, False), sinks))
-            model.load_weights(iter(sinks))
-        else:
-            self.reload_weights(weights_path=weights_path)
-        pack_linear_layers(model)
+        """vLLM's reload_weights would leave stale caches on a CPU and lose weights of gpt-oss."""
+        engine = DirectEngine(None, self.vllm_config, self.device, self.model_runner.get_model())
+        files = sorted(str(file) for file in Path(weights_path).glob("*.safetensors"))
+        engine.start_weight_update()
+        engine.load(safetensors_weights_iterator(files, False))
+        engine.finish_weight_update()
+        self.model_runner.reset_encoder_cache()
 
 
 for name, engine in {"direct": DirectEngine, "broadcast": BroadcastEngine}.items():

@@ -44,40 +44,44 @@ class Difference(NamedTuple):
 def sync_weights(
     engine: RolloutEngine, model, version: int, *, tolerance: float, max_mismatch: float = math.inf
 ) -> Mapping[str, float]:
-    """Gives the engine the trainer's weights as `version`, unless it already has it, and checks them. A collective.
+    """Gives the engine the trainer's weights as `version`, unless it has it, and checks them. A collective.
 
-    A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a fixed probe text, for a
-    vision model also of one after an image, find weights that are not used (a stale tied head, kept image features).
-
-    Raises InputError if a weight of the trainer, or a log-prob, is not finite, or if k3 of the probe is more than
-    `max_mismatch`; WeightSyncError if a check failed. The mean |log-prob difference| on the probe may be at most
-    `tolerance`."""
+    A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a probe
+    (random tokens; of a vision model also a text after an image) find weights that are not used: a
+    stale tied head, kept image features. Raises InputError if weights or log-probs of the trainer are
+    not finite, or k3 of a probe exceeds `max_mismatch`; WeightSyncError if the checksum differs, or a
+    probe's mean |log-prob difference| exceeds `tolerance`."""
     if engine.version == version:
         return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
-    since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
-    since = since if version else "at the start: see --model"
+    since = "at the start: see --model"
+    if version:
+        since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
     _check_finite(model, since)
     if not engine.takes_weights:
         engine.version = version
         return engine.verified
     engine.load_weights(model, version)
+    failed = f"weight sync to version {version} failed"
     parts: tuple[Part, ...] = ("base", "adapter") if engine.lora_sync == "adapter" else ("merged",)
     expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype, parts)
     if (engine.version, engine.checksum) != (version, expected):
         held = f"the engine holds version {engine.version} with checksum {engine.checksum}"
-        raise WeightSyncError(f"weight sync to version {version} failed: {held}, the trainer has {expected}")
-    differences = {"on the probe": _probe_difference(engine, model, None)}
+        raise WeightSyncError(f"{failed}: {held}, the trainer has {expected}")
+    probes: dict[str, ImageProbe | None] = {"on the probe": None}
     if engine.image_probe is not None:
-        differences["on the probe with an image"] = _probe_difference(engine, model, engine.image_probe)
-    for where, difference in differences.items():
+        probes["on the probe with an image"] = engine.image_probe
+    means = []
+    for where, probe in probes.items():
+        difference = _probe_difference(engine, model, probe)
         if not difference.finite:
             raise InputError(f"the policy's log-probs are not finite {since}")
         check_mismatch(difference.k3, max_mismatch, f"{where} after step {version}")
         if not difference.mean <= tolerance:
             what = f"engine and trainer differ by {difference.mean:.3g} nats {where} (allowed: {tolerance:g})"
             why = "the engine got the weights and does not compute with them (a server must serve one run only)"
-            raise WeightSyncError(f"weight sync to version {version} failed: {what}; {why}")
-    engine.verified = {"rollout/canary_logp_diff": max(difference.mean for difference in differences.values())}
+            raise WeightSyncError(f"{failed}: {what}; {why}")
+        means.append(difference.mean)
+    engine.verified = {"rollout/canary_logp_diff": max(means)}
     return engine.verified
 
 
@@ -92,27 +96,35 @@ def check_mismatch(k3: float, limit: float, where: str) -> None:
 
 @torch.no_grad()
 def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> Difference:
-    """Over the text of the probe, of the server that differs most, the same on all ranks. probe: None for a text of
-    random tokens."""
+    """Over the text of the probe, of the server that differs most, the same on all ranks. probe:
+    None for random tokens."""
     if probe is None:
-        ids = np.random.default_rng(0).integers(0, model.config.get_text_config().vocab_size, size=32).tolist()
-        tensors = {"input_ids": torch.tensor([ids]), "position_ids": torch.arange(len(ids))[None]}
-        of_engine, n, objects = engine.probe_log_probs(ids), len(ids) - 1, {}
+        vocab_size = model.config.get_text_config().vocab_size
+        ids = np.random.default_rng(0).integers(0, vocab_size, size=32).tolist()
+        of_engine = engine.probe_log_probs(ids)
+        row = _probe_row(ids, torch.arange(len(ids)), len(ids) - 1)
     else:
         media = probe.media
-        tensors = {"input_ids": torch.tensor([media.ids]), "position_ids": media.positions[None]}
-        tensors["multi_modal_hash"] = torch.tensor([media.hash])
-        of_engine, n = engine.probe_log_probs(probe.raw_ids, media), probe.text
-        objects = {"multi_modal_inputs": [media.inputs]}
-    answer = tensors["input_ids"][:, -n:]
-    tensors |= {"attention_mask": torch.ones_like(tensors["input_ids"]), "responses": answer}
-    row = DataProto.from_dict(tensors=tensors | {"response_mask": torch.ones_like(answer)}, non_tensors=objects)
-    own = response_log_probs(model, row.to(compute_device(model)), 1.0)[0][0].float().cpu()
-    log_ratio = own - of_engine[..., -n:]  # log r = log π_train / π_rollout, (n,) or (servers, n)
+        of_engine = engine.probe_log_probs(probe.raw_ids, media)
+        row = _probe_row(media.ids, media.positions, probe.text)
+        row.batch["multi_modal_hash"] = torch.tensor([media.hash])
+        row.non_tensor_batch["multi_modal_inputs"] = np.array([media.inputs], dtype=object)
+    own = response_log_probs(model, row.to(compute_device(model)), 1.0)[0][0].float().cpu()  # (n,)
+    log_ratio = own - of_engine[..., -len(own) :]  # log r = log π_train / π_rollout, (n,) or (servers, n)
     k3 = torch.expm1(log_ratio.clamp(-20, 20)) - log_ratio.clamp(-20, 20)
-    largest = [float(log_ratio.abs().mean(-1).max()), float(k3.mean(-1).max()), float(not own.isfinite().all())]
+    is_infinite = not own.isfinite().all()
+    largest = [float(log_ratio.abs().mean(-1).max()), float(k3.mean(-1).max()), float(is_infinite)]
     mean, k3, infinite = torch.tensor(all_gather_lists([largest])).amax(0).tolist()  # nan if there is one
     return Difference(mean, k3, not infinite)
+
+
+def _probe_row(ids: list[int], positions: torch.Tensor, n: int) -> DataProto:
+    """A batch of one row, whose response are the last n tokens."""
+    tensors = {"input_ids": torch.tensor([ids]), "position_ids": positions[None]}
+    tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
+    tensors["responses"] = tensors["input_ids"][:, -n:]
+    tensors["response_mask"] = torch.ones_like(tensors["responses"])
+    return DataProto.from_dict(tensors=tensors)
 
 
 def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> ImageProbe:
@@ -125,27 +137,29 @@ def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, m
     ordinary = [i for i in range(model.config.get_text_config().vocab_size) if i not in special]
     after = rng.choice(ordinary, PROBE_TOKENS).tolist()
     positions = vision.positions(ids + after, inputs)
-    return ImageProbe(raw_ids + after, Media(data, inputs, ids + after, positions, media_hash(inputs)), len(after))
+    media = Media(data, inputs, ids + after, positions, media_hash(inputs))
+    return ImageProbe(raw_ids + after, media, len(after))
 
 
 def _check_finite(model: PreTrainedModel, since: str) -> None:
     shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     finite = torch.stack([shard.isfinite().all() for shard in shards.values()]).tolist()
-    if bad := sorted(set(all_gather_lists([name for name, fine in zip(shards, finite) if not fine]))):
+    own = [name for name, is_finite in zip(shards, finite) if not is_finite]
+    if bad := sorted(set(all_gather_lists(own))):
         raise InputError(f"the policy's weights are not finite, {bad[0]} and {len(bad) - 1} others, {since}")
 
 
 class CheckedStream:
-    """Iterates over (name, whole tensor) of the trainer's model, and keeps the checksum of what the engine took. Names
-    and tensors are those of the model's checkpoint: transformers holds the experts of a layer in one tensor, and vLLM
-    knows most families by their files."""
+    """Iterates over (name, whole tensor) of the trainer's model, by the names of the model's files,
+    and keeps the checksum of what the engine took."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, part: Part = "merged"):
         self.model, self.dtype, self.part = model, dtype, part
         self._sums: dict[str, torch.Tensor] = {}
         changes = get_model_conversion_mapping(model, add_legacy=False)
-        # tensors come one by one: not if a file's tensor is several of them. An adapter's have peft's names
-        self._is_renamed = part != "adapter" and all(len(change.target_patterns) == 1 for change in changes)
+        # tensors come one by one: not renamed if a file's tensor is several of them, or of an adapter
+        one_by_one = all(len(change.target_patterns) == 1 for change in changes)
+        self._is_renamed = one_by_one and part != "adapter"
 
     def __iter__(self):
         self._sums = {}

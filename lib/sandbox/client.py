@@ -1,6 +1,6 @@
-"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes. The other side is
-zygote.py: a zygote is a warmed-up process, started once by each process, that forks the sandboxes. The kernel provides
-their walls: sandbox_level() says which, docs/rewards.md says what each level lets through. The memory limit is per
+"""Sandboxes for what a model wrote: processes that reach no network, no files, no other processes.
+zygote.py, started once by each process here, forks them. The kernel provides their walls:
+sandbox_level() says which, docs/rewards.md what each level lets through. The memory limit is per
 process, so a sandbox takes at most memory_mb * processes."""
 
 import importlib
@@ -15,15 +15,16 @@ from collections import defaultdict
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from lib import InputError, is_first_on_node
 from lib.cli.process import SANDBOX_LEVEL as ACCEPTED
 from lib.cli.process import accept_sandbox as accept  # noqa: F401
-from lib.sandbox import zygote
-from lib.sandbox.zygote import receive, send
+from lib.sandbox.values import receive, send
 
 GRACE = 10  # seconds that a sandbox may take to start, and to end
 ROOT = Path(__file__).parents[2]  # the folder of lib/ and rewards/
+ZYGOTE = Path(__file__).with_name("zygote.py")  # runs with Python's standard library alone
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 ENVIRONMENT |= {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 HOLDS = {  # the strongest level first
@@ -33,8 +34,8 @@ HOLDS = {  # the strongest level first
     "none": "programs are not run; mathematics is read in the scorer's own process",
 }
 SHELL_READS = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives")
-_zygotes: dict[str, socket.socket] = {}  # by the module that the zygote has imported; forks of this process share them
-_idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes that evaluate() can use again, by function
+_zygotes: dict[str, socket.socket] = {}  # by imported module; shared with forks of this process
+_idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes for evaluate(), by function
 _lock = threading.Lock()
 announces = True  # whether sandbox_level() prints what it found
 
@@ -48,66 +49,66 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def _real(paths) -> list[str]:
+    """Those that exist, without links."""
+    return sorted({os.path.realpath(path) for path in paths if Path(path).exists()})
+
+
+def _outermost(paths) -> list[str]:
+    real = _real(paths)
+    return [path for path in real if not any(path.startswith(other + "/") for other in real)]
+
+
 @lru_cache
 def _folders() -> dict[str, list[str]]:
-    """The libraries that a program can read, and folders in them that are hidden: packages there may hold the tests."""
+    """The libraries that a program can read, and hidden folders in them, which may hold the tests."""
     stdlib = sysconfig.get_path("stdlib")
-    shared = [str(Path(sys.base_prefix) / "lib"), stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
-    real = sorted({os.path.realpath(path) for path in shared if Path(path).exists()})
-    readable = [path for path in real if not any(path.startswith(other + "/") for other in real)]
+    shared = [f"{sys.base_prefix}/lib", stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
     hidden = [f"{stdlib}/site-packages", f"{stdlib}/dist-packages", "/usr/lib/python3/dist-packages"]
-    return {"readable": readable, "hidden": [path for path in map(os.path.realpath, hidden) if Path(path).exists()]}
+    return {"readable": _outermost(shared), "hidden": _real(hidden)}
 
 
 def make_spec(packages: tuple = ("numpy",), **options) -> dict:
-    """The first message to a sandbox. `options`: level, form, program, and all that should differ from the defaults."""
+    """The first message to a sandbox. options: level, form, program, and other values."""
     site = sysconfig.get_path("purelib")
     folders = [f"{site}/{name}{libs}" for name in packages for libs in ("", ".libs")]
-    paths = {"packages": [path for path in folders if Path(path).is_dir()], "sys_path": [site], **_folders()}
-    limits: dict = {"timeout": 10.0, "total_timeout": 60.0, "memory_mb": 1024, "processes": 16}
-    limits |= {"folder_mb": 64, "output_mb": 8, "open_files": 64, "links": ()}
-    return {**paths, **limits, "importable": list(packages), "prelude": "", **options}
+    spec: dict = {"packages": [path for path in folders if Path(path).is_dir()], "sys_path": [site], **_folders()}
+    spec |= {"timeout": 10.0, "total_timeout": 60.0, "memory_mb": 1024, "processes": 16}
+    spec |= {"folder_mb": 64, "output_mb": 8, "open_files": 64, "links": ()}
+    return {**spec, "importable": list(packages), "prelude": "", **options}
 
 
 class Shell:
-    """A sandbox for shell commands. It sees the programs in /usr and this Python, read only, and the writable `folders`
-    (names in /, on one file system of folder_mb), which are empty at first and end with it."""
+    """A sandbox for shell commands. It sees the programs in /usr and this Python, read only, and the writable
+    `folders` (names in /, on one file system of folder_mb), which are empty at first and end with it."""
 
     def __init__(self, folders: tuple[str, ...], memory_mb: int, folder_mb: int):
-        """Raises InputError where the kernel allows no namespaces, RuntimeError if the sandbox does not start."""
+        """Raises InputError without namespaces, RuntimeError if the sandbox does not start."""
         if (level := sandbox_level()) != "namespaces":
-            raise InputError(f"shell commands need a sandbox of level namespaces, and the strongest here is {level}")
+            why = f"the strongest here is {level}"
+            raise InputError(f"shell commands need a sandbox of level namespaces, and {why}")
         if taken := self.taken().intersection(folders):
             raise InputError(f"/{taken.pop()} of a sandbox is not writable")
-        environment = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
-        spec: dict = {
-            "readable": self.readable(),
-            "hidden": [],
-            "packages": [],
-            "links": folders,
-            "environment": environment,
-        }
-        limits: dict = {"memory_mb": memory_mb, "folder_mb": folder_mb, "output_mb": folder_mb}
-        limits |= {"processes": 32, "open_files": 256, "total_timeout": 3600}
-        self.conn = connect(make_spec(form="shell", level=level, **spec, **limits))
-        self.lock = threading.Lock()  # an answer that nobody waits for any more comes before the next command
+        spec: dict = {"readable": self.readable(), "hidden": [], "packages": [], "links": folders}
+        spec["environment"] = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
+        spec |= {"memory_mb": memory_mb, "folder_mb": folder_mb, "output_mb": folder_mb}
+        spec |= {"processes": 32, "open_files": 256, "total_timeout": 3600}
+        self.conn = connect(make_spec(form="shell", level=level, **spec))
+        self.lock = threading.Lock()  # an unread answer comes before the next command
 
     @staticmethod
     @lru_cache
     def readable() -> list[str]:
-        python = f"{sys.base_prefix}/bin", f"{sys.base_prefix}/lib"
-        real = sorted({os.path.realpath(path) for path in (*SHELL_READS, *python) if Path(path).exists()})
-        return [path for path in real if not any(path.startswith(other + "/") for other in real)]
+        return _outermost([*SHELL_READS, f"{sys.base_prefix}/bin", f"{sys.base_prefix}/lib"])
 
     @classmethod
     def taken(cls) -> set[str]:
         """Names in / that are not for `folders`."""
-        return {"", "dev", "lib", "lib64", "bin", "proc", "sys", "tmp"} | {
-            Path(path).parts[1] for path in cls.readable()
-        }
+        own = {Path(path).parts[1] for path in cls.readable()}
+        return own | {"", "dev", "lib", "lib64", "bin", "proc", "sys", "tmp"}
 
     def exec(self, command: str, timeout_s: float) -> tuple[int, str]:
-        """(exit code, output), as zygote.run_shell says. Raises RuntimeError if the sandbox is gone."""
+        """(exit code, output), see zygote.run_shell. Raises RuntimeError if the sandbox is gone."""
         with self.lock:
             try:
                 send(self.conn, [command, timeout_s])
@@ -127,12 +128,12 @@ class Shell:
 
 def _start_zygote(module: str) -> socket.socket:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-S", "-s", "-P", "-B", zygote.__file__]
+    command = [sys.executable, "-S", "-s", "-B", str(ZYGOTE)]
     if module:
         command += [module, str(ROOT), sysconfig.get_path("purelib")]
     with theirs:
-        null = subprocess.DEVNULL
-        subprocess.Popen(command, stdin=theirs.fileno(), stdout=null, env=ENVIRONMENT, cwd="/", process_group=0)
+        options: Any = {"stdin": theirs.fileno(), "stdout": subprocess.DEVNULL, "env": ENVIRONMENT}
+        subprocess.Popen(command, cwd="/", process_group=0, **options)
     return ours
 
 
@@ -153,12 +154,12 @@ def _ask_zygote(spec: dict, module: str) -> socket.socket:
 
 
 def connect(spec: dict, module: str = "") -> socket.socket:
-    """A sandbox that is ready for its first message. Starts the zygote if none is running. Raises RuntimeError if the
-    sandbox does not start, InputError if the level is "none"."""
+    """A sandbox that is ready for its first message. Starts the zygote if none is running. Raises
+    RuntimeError if the sandbox does not start, InputError if the level is "none"."""
     if spec["level"] == "none":
         raise InputError("--sandbox-level none: what a model wrote is not run without a sandbox")
     try:
-        with suppress(EOFError, ConnectionError):  # the zygote is gone: it cannot be asked, or it does not answer
+        with suppress(EOFError, ConnectionError):  # the zygote is gone
             return _ask_zygote(spec, module)
         _zygotes.pop(module, None)
         return _ask_zygote(spec, module)
@@ -167,7 +168,7 @@ def connect(spec: dict, module: str = "") -> socket.socket:
 
 
 def hang_up(conn: socket.socket) -> None:
-    """Ends the sandbox, and waits until none of its processes is left: then the other end of `conn` is closed."""
+    """Ends the sandbox, and waits for its last process, which closes the other end of `conn`."""
     with conn:
         conn.shutdown(socket.SHUT_WR)
         conn.settimeout(GRACE)
@@ -201,17 +202,18 @@ def sandbox_level() -> str:
     levels = list(HOLDS)
     if levels.index(level) > levels.index(os.environ.get(ACCEPTED, "namespaces")):
         what = f"what the model writes would be run in a sandbox of level {level} ({HOLDS[level]})"
-        docker = "In Docker, --security-opt seccomp=unconfined --security-opt apparmor=unconfined allows namespaces"
-        raise InputError(f"{what}, as others fail here ({failed}): --sandbox-level {level} accepts that. {docker}")
+        options = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+        how = f"--sandbox-level {level} accepts that. In Docker, {options} allows namespaces"
+        raise InputError(f"{what}, as others fail here ({failed}): {how}")
     if announces and is_first_on_node():
         print(f"sandbox: {level}: {HOLDS[level]}{failed and f' ({failed})'}", flush=True)
     return level
 
 
 def evaluate(function: str, argument, seconds: float, packages: tuple = ()):
-    """function(argument), computed in a sandbox; both are JSON. None if it raises, dies or takes longer than `seconds`.
-    function: "module:name" of this project. The zygote calls the module's warm() once. Each call then runs in a new
-    fork, which knows the argument and nothing else of this process."""
+    """function(argument), computed in a sandbox; both are JSON. None if it raises, dies or takes longer
+    than `seconds`. function: "module:name" of this project, whose warm() the zygote calls once. Each
+    call runs in a new fork, which knows nothing else of this process."""
     module, _, name = function.partition(":")
     if sandbox_level() == "none":
         return getattr(importlib.import_module(module), name)(argument)

@@ -78,8 +78,7 @@ def rollout_correction(args: ScriptArgs, dtype: torch.dtype) -> dict[str, Any]:
     """The settings of the rollout correction, which may be its default; {} means no correction."""
     correction = args.rollout_correction.settings()
     merged = args.model.lora_rank > 0 and not engine_class(args.rollout.engine).shares_weights
-    merged &= args.rollout.lora_sync != "adapter"
-    rounded = merged and dtype != torch.float32  # the engine gets W + dW, which 16 bits may round to W
+    rounded = merged and dtype != torch.float32  # the engine may get W + dW, which 16 bits may round to W
     if (args.rollout.async_level or rounded) and not loss_corrects(args):
         return correction or {"level": "token", "bounds": (0, 2)}
     return correction

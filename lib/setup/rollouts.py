@@ -46,7 +46,6 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         rows=engine_rows(args, world.size),
         vllm_kwargs=vllm_kwargs,
         returns_routes=args.model.routing_replay == "R3",
-        lora_sync=rollout.lora_sync,
         own=own,
     )
     use_cores(args.shard, world.device)

@@ -285,7 +285,8 @@ def test_routes_come_from_a_server_and_survive_a_sync(stop):
     engine.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(str, ids)))
 
     async def request(url, ids, settings, pictures):
-        line = json.dumps(await _sample(Engine(), {"id": "1", "prompt_token_ids": ids, "settings": {}}))
+        _, found = await _sample(Engine(), {"id": "1", "prompt_token_ids": ids, "settings": {}})
+        line = json.dumps(found)
         if len(ids) == 3:  # new weights come, and are there
             engine._open.clear()
         return answered(json.loads(line))

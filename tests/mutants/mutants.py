@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.common import ROOT
 
-ENGINE, REWARDS = "lib.rollout.engine:add_responses", "lib.reward.manager:PendingScores.get"
+ENGINE, REWARDS = "lib.rollout.engine:add_responses", "lib.reward.manager:PendingScores._results"
 STEP, SAMPLE = "lib.model.trained:TrainedModel.step", "lib.rollout.hf_engine:sample_tokens"
 MASK = "response_mask[i, :n] = 1 if masks is None"
 UNLIKE = "            if after[end : end + 1] != character:\n                return "
@@ -377,7 +377,7 @@ MUTANTS = {
         "the cache of prompts is not emptied at a sync",
         "engine_apart",
         2,
-        plant("lib.rollout.hf_engine:HFEngine._sample", f"self.model({PREFILL}", f"self.first_weights({PREFILL}"),
+        plant("lib.rollout.hf_engine:HFEngine._prefill", f"self.model({PREFILL}", f"self.first_weights({PREFILL}"),
         COPY,
     ),
     "top_p_unaccounted": Mutant(

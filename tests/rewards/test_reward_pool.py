@@ -1,4 +1,4 @@
-"""lib/reward/pool.py and the RewardManager that uses it, with real processes and scorers that misbehave on purpose."""
+"""pool.py, supervisor.py and the RewardManager that uses them, with scorers that misbehave on purpose."""
 
 import math
 import os

@@ -18,7 +18,8 @@ from lib.args import engine_rows
 from lib.distributed import World
 from lib.model import ForwardConfig, load_tokenizer
 from lib.rollout.managed_servers import Server
-from lib.rollout.vllm_engine import CACHED_S, VLLMEngine, cached, engine_settings, own_generators, save_files
+from lib.rollout.vllm_engine import VLLMEngine, own_generators
+from lib.rollout.vllm_start import CACHED_S, cached, engine_settings, save_files
 from tests.common import TOY_MODEL, full_disk, parse_flags, skip_without_vllm
 
 CONFIG = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -128,7 +129,7 @@ def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, wor
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
     monkeypatch.setitem(sys.modules, "lib.rollout.vllm_weights", weights)
     monkeypatch.setattr(lib.rollout, "vllm_weights", weights, raising=False)
-    monkeypatch.setattr("lib.rollout.vllm_engine._prepare_for_cpu", lambda _: None)
+    monkeypatch.setattr("lib.rollout.vllm_engine.prepare_for_cpu", lambda _: None)
     options = {"max_length": 40, "dtype": torch.float32, "gpu_memory": 0.3, "more": {"enforce_eager": eager}}
     with pytest.raises(InterruptedError):
         VLLMEngine(model(), load_tokenizer(TOY_MODEL), folder=tmp_path / "model", **options)
@@ -150,7 +151,7 @@ def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, wor
 )
 def test_as_many_rows_at_a_time_as_an_engine_has(monkeypatch, flags, at_a_time):
     """Fewer cost time, 256 a third of it with 1024 rows; more cost memory."""
-    monkeypatch.setattr("lib.rollout.vllm_engine.compute_device", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr("lib.rollout.vllm_start.compute_device", lambda model: torch.device("cuda", 0))
     rows = engine_rows(parse_flags(grpo.Args, ["--rollout-engine", "vllm", *flags.split()]), ranks=8)
     settings = engine_settings(model(), max_length=40, dtype=torch.bfloat16, gpu_memory=0.4, rows=rows)
     assert settings["max_num_seqs"] == at_a_time

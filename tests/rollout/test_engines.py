@@ -164,20 +164,15 @@ def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
         assert os.environ.pop("VLLM_BATCH_INVARIANT") == "1" and inductor.batch_invariant
 
 
-def test_lora_needs_no_correction_where_the_engine_gets_the_adapter():
-    """merged and auto may round it in bfloat16."""
+def test_lora_in_16_bits_is_corrected_but_not_twice():
     skip_without_vllm()
-    flags = ["--rollout-engine", "vllm", "--lora-rank", "4", "--compute-dtype", "bfloat16", "--lora-sync"]
-    ways = {
-        way: setup.check(parse_flags(grpo.Args, [*flags, way]), torch.device("cpu")).correction
-        for way in ("auto", "adapter", "merged")
-    }
-    assert ways == {"auto": {"level": "token", "bounds": (0, 2)}, "adapter": {}, "merged": ways["auto"]}
-    decoupled = parse_flags(grpo.Args, [*flags, "merged", "--loss", "decoupled"])
-    assert setup.check(decoupled, torch.device("cpu")).correction == {}  # the loss has the weight already
-    for wrong in (["--lora-rank", "4", "--rollout-engine", "hf"], ["--rollout-engine", "vllm"]):
-        with pytest.raises(InputError, match="--lora-sync has no effect"):
-            parse_flags(grpo.Args, [*wrong, "--lora-sync", "adapter"]).check()
+    flags = ["--rollout-engine", "vllm", "--lora-rank", "4", "--compute-dtype"]
+    default, decoupled, exact = (
+        setup.check(parse_flags(grpo.Args, [*flags, *more]), torch.device("cpu")).correction
+        for more in (["bfloat16"], ["bfloat16", "--loss", "decoupled"], ["float32"])
+    )
+    assert default == {"level": "token", "bounds": (0, 2)}
+    assert decoupled == exact == {}  # this loss has the weight already
 
 
 @pytest.mark.parametrize(
@@ -269,7 +264,7 @@ def chosen(flags, device="cuda", refused=""):
 
 
 def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
-    args, why = chosen(["--gpu-memory-utilization", "0.5", "--lora-rank", "4", "--lora-sync", "adapter"])
+    args, why = chosen(["--gpu-memory-utilization", "0.5", "--lora-rank", "4"])
     assert (args.rollout.rollout_engine, args.rollout.engine, why) == ("auto", "vllm", "which knows the model")
     assert args.rollout.starts_vllm and args.no_effect == ()
     sizes = step_sizes(args, 1)
@@ -285,7 +280,6 @@ def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
     ("flags", "message"),
     [
         (["--vllm-kwargs", '{"seed": 1}'], "--vllm-kwargs has no effect without --rollout-engine vllm: drop it"),
-        (["--lora-rank", "4", "--lora-sync", "merged"], "--lora-sync has no effect without --rollout-engine vllm"),
         (["--rollout-tensor-parallel-size", "2"], "splits a vLLM engine: it needs --rollout-engine vllm"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 does not work with --rollout-engine hf"),
         (["--batch-invariant"], "--batch-invariant with --rollout-engine hf: the kernels are vLLM's: drop the flag"),

@@ -63,11 +63,13 @@ from lib.rollout import (
     weight_checksum,
 )
 from lib.rollout.engine import stop_token_ids
-from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sample_tokens
-from lib.rollout.lora_sync import choose_lora_sync
+from lib.rollout.group_cache import ROOM, GroupCache, GroupLayer, can_group
+from lib.rollout.hf_engine import sample_tokens
 from lib.rollout.server_engine import NEUTRAL
 from lib.rollout.stream import check_lengths
-from lib.rollout.vllm_engine import CheckedStream, VLLMEngine, adapter_settings
+from lib.rollout.vllm_engine import VLLMEngine
+from lib.rollout.vllm_start import adapter_settings
+from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter
 from lib.run.checkpoint import write_adapter
 from tests.common import TOY_MODEL, give_generation_config, parse_flags, randomize_lora_b, rollout_batch, save_tiny
 from tools.mismatch import Batch
@@ -774,7 +776,7 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     close(engine)
 
 
-def lora_engine(world, folder, dtype, lora_sync, vllm_kwargs=None, rank=4):
+def lora_engine(world, folder, dtype, vllm_kwargs=None, rank=4):
     """(engine, its model with adapters that change the log-probs)"""
     pytest.importorskip("vllm")
     model = load_model(save_tiny(folder / "model"), dtype=dtype)
@@ -783,7 +785,7 @@ def lora_engine(world, folder, dtype, lora_sync, vllm_kwargs=None, rank=4):
         randomize_lora_b(model)
     model, tokenizer = shard_model(model, make_mesh(world), dtype), load_tokenizer(TOY_MODEL)
     settings = {"folder": folder / "engine", "max_length": 64, "dtype": dtype, "gpu_memory": 0.3}
-    settings |= {"lora_sync": lora_sync, "vllm_kwargs": vllm_kwargs}
+    settings["vllm_kwargs"] = vllm_kwargs
     (folder / "engine").mkdir()
     return make_engine("vllm", model, tokenizer, **settings), model
 
@@ -798,13 +800,10 @@ def perturb_adapter(model, size):
 
 
 def test_vllm_samples_with_adapters_and_with_merged_weights(world, tmp_path, capsys, monkeypatch):
-    """auto measures both; after each sync of either kind log-probs are the trainer's (fp32: 1e-4), and the trainer's
-    weights are untouched, though vLLM scales B in place."""
-    engine, model = lora_engine(world, tmp_path, torch.float32, "auto")
-    choose_lora_sync(engine, model, 0, 1e-4)
-    printed = capsys.readouterr().out
-    assert engine.lora_sync == "merged" and "auto: merged: in float32, merged weights lose 0 of an update" in printed
-    assert re.search(r"a sync takes: adapter \S+ s, and \S+ s for 32 tokens; merged \S+ s, and", printed)
+    """After each sync of either kind log-probs are the trainer's (fp32: 1e-4), and the trainer's weights are untouched,
+    though vLLM scales B in place."""
+    engine, model = lora_engine(world, tmp_path, torch.float32, {"enable_lora": True})
+    assert engine.lora_sync == "adapter"
     for version, way in enumerate(["merged", "adapter", "adapter", "merged", "adapter"], 1):
         perturb_adapter(model, 0.1)
         engine.lora_sync = way
@@ -837,14 +836,22 @@ def test_vllm_samples_with_adapters_and_with_merged_weights(world, tmp_path, cap
         "model.tower.0.q_proj.lora_A.weight": torch.ones(4, 64),
         "model.tower.0.q_proj.lora_B.weight": torch.ones(64, 4),
     }
-    monkeypatch.setattr(CheckedStream, "__iter__", lambda self: iter(foreign.items()))
-    with pytest.raises(InputError, match=r"vLLM adapts no model\.tower\.0\.q_proj .*take --lora-sync merged"):
-        engine._load_adapter(model)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedStream, "__iter__", lambda self: iter(foreign.items()))
+        with pytest.raises(InputError, match=r"vLLM adapts no model\.tower\.0\.q_proj"):
+            sync_weights(engine, model, 8, tolerance=TOLERANCE)  # as asked for by enable_lora
     perturb_adapter(model, 1e-6)  # too small for any log-prob to tell
     monkeypatch.setattr(engine, "_load_adapter", lambda model: 0)
     with pytest.raises(WeightSyncError, match="version 9 failed: the engine holds"):
         sync_weights(engine, model, 9, tolerance=TOLERANCE)
+
+    def refuse(model):
+        raise UnsupportedAdapter("vLLM adapts no x")
+
+    monkeypatch.setattr(engine, "_load_adapter", refuse)
+    engine._asks_for_lora = None
+    assert sync_weights(engine, model, 10, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
+    assert engine.lora_sync == "merged" and "LoRA: vLLM gets merged weights" in capsys.readouterr().out
     close(engine)
 
 
@@ -862,26 +869,28 @@ def test_an_adapter_that_vllm_has_no_room_for_is_refused_or_merged(capsys):
         (model(4, "Unknown"), "no LoRA for Unknown"),
     )
     for wrong, why in (large, unknown):
-        with pytest.raises(InputError, match=f"{why}: take --lora-sync merged"):
-            engine._lora_settings(wrong, "adapter")
-        assert engine._lora_settings(wrong, "auto") == {} and engine.lora_sync == "merged"
+        engine._asks_for_lora, engine.dtype = True, torch.float32
+        with pytest.raises(InputError, match=why):
+            engine._lora_settings(wrong)
+        engine._asks_for_lora, engine.dtype = None, torch.bfloat16
+        assert engine._lora_settings(wrong) == {} and engine.lora_sync == "merged"
         assert why in capsys.readouterr().out
 
 
-def test_a_resumed_run_syncs_lora_as_it_began():
-    def rollouts(lora_sync, measures) -> Rollouts:
-        made = Rollouts.__new__(Rollouts)
-        made.engine, made._measures_lora_sync = SimpleNamespace(lora_sync=lora_sync), measures
-        made.loader, made.recorder = None, NoRecorder()
-        return made
-
-    for measured in ("adapter", "merged"):
-        state = rollouts(measured, True).state_dict()
-        for flag, way in {"auto": measured, "merged": "merged", "adapter": "adapter"}.items():
-            resumed = rollouts(flag, flag == "auto")
-            resumed.load_state_dict(state)
-            assert resumed.engine.lora_sync == way
-    assert rollouts("merged", False).state_dict() == {}  # as without LoRA
+def test_adapters_come_by_themselves_where_16_bits_would_round_merged_weights():
+    pytest.importorskip("vllm")
+    config = SimpleNamespace(architectures=["Qwen2ForCausalLM"])
+    model = SimpleNamespace(config=config, peft_config={"default": SimpleNamespace(r=4)})
+    for dtype, asked, way in (
+        (torch.bfloat16, None, "adapter"),
+        (torch.float32, None, "merged"),
+        (torch.bfloat16, False, "merged"),
+        (torch.float32, True, "adapter"),
+    ):
+        engine = VLLMEngine.__new__(VLLMEngine)
+        engine.dtype, engine._asks_for_lora = dtype, asked
+        assert bool(engine._lora_settings(model)) == (way == "adapter") and engine.lora_sync == way
+    assert engine._lora_settings(SimpleNamespace()) == {}  # without LoRA
 
 
 def test_the_weights_below_an_adapter_survive_the_sleep_of_a_gpu():
@@ -896,7 +905,7 @@ def test_the_weights_below_an_adapter_survive_the_sleep_of_a_gpu():
 def test_fp8_weights_are_quantized_anew_at_each_sync(world, tmp_path):
     """fp8_per_channel, the one that vLLM runs on a CPU. A weight of e4m3 has 3 bits after its first: it is at most 1/16
     off, or less than 2^-9 of the channel's scale."""
-    engine, model = lora_engine(world, tmp_path, torch.bfloat16, "merged", {"quantization": "fp8_per_channel"}, rank=0)
+    engine, model = lora_engine(world, tmp_path, torch.bfloat16, {"quantization": "fp8_per_channel"}, rank=0)
     for version in range(3):
         sync_weights(engine, model, version, tolerance=math.inf, max_mismatch=1.0)
         [layer] = engine.llm.collective_rpc(

@@ -35,7 +35,8 @@ from lib.rollout import (
     sync_weights,
 )
 from lib.rollout.engine import add_responses, check_expanded
-from lib.rollout.vllm_engine import VLLMEngine, save_files
+from lib.rollout.vllm_engine import VLLMEngine
+from lib.rollout.vllm_start import save_files
 from tests.common import MROPE, VISION, serve, tiny_vision, tiny_vision_config, vision_batch
 from tests.data.test_vision_rows import mrope_processor, with_ids_of
 from tests.rollout.test_rollout import close, perturb

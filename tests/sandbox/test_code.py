@@ -23,7 +23,7 @@ import pytest
 from lib import InputError
 from lib.reward.pool import Pool
 from lib.reward.scorers import load_scorers
-from lib.sandbox import client, zygote
+from lib.sandbox import client
 from rewards import code
 from rewards import math as math_reward
 from tests.common import ROOT
@@ -773,9 +773,10 @@ for kind in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE):
 
 @pytest.fixture(scope="module", autouse=True)
 def own_far_side(tmp_path_factory):
-    """A copy of zygote.py, so that the command line tells this file's sandboxes from those of tests beside it."""
+    """A copy of lib/sandbox, so that the command line tells this file's sandboxes from those of tests beside it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zygote, "__file__", shutil.copy(zygote.__file__, tmp_path_factory.mktemp("far_side")))
+        copy = shutil.copytree(client.ZYGOTE.parent, tmp_path_factory.mktemp("far_side") / "sandbox")
+        patch.setattr(client, "ZYGOTE", copy / "zygote.py")
         patch.setattr(client, "_zygotes", {})
         patch.setattr(client, "GRACE", ENDS_S)
         client._after_fork()
@@ -787,7 +788,7 @@ def sandbox_processes() -> set[int]:
     """Processes of the sandboxes of this file, zygotes left out; zombies count."""
     found = set()
     for process in psutil.process_iter(["pid", "cmdline"]):
-        if zygote.__file__ in (process.info["cmdline"] or ()):
+        if str(client.ZYGOTE) in (process.info["cmdline"] or ()):
             found.add(process.info["pid"])
     return found - {p.pid for p in psutil.Process().children()}
 
@@ -937,7 +938,7 @@ def _score_one(program):
 def test_a_killed_zygote_is_replaced():
     assert score(RIGHT, TRUTH)["score"] == 1.0
     for process in psutil.Process().children():
-        if zygote.__file__ in process.cmdline():
+        if str(client.ZYGOTE) in process.cmdline():
             process.kill()
             process.wait()
     assert score(RIGHT, TRUTH)["score"] == 1.0
@@ -948,8 +949,8 @@ def test_a_dead_scorer_leaves_no_process(end):
     """The scorer's process goes while a program runs: everything of the sandbox goes with it, the zygote too."""
     before = sandbox_processes()
     script = (
-        "import os, threading, time\nfrom lib.sandbox import zygote\nfrom rewards import code\n"
-        f"zygote.__file__ = {zygote.__file__!r}\ncode.sandbox_level()\nrun = lambda: code.compute_score("
+        "import os, threading, time\nfrom lib.sandbox import client\nfrom rewards import code\n"
+        f"client.ZYGOTE = {str(client.ZYGOTE)!r}\ncode.sandbox_level()\nrun = lambda: code.compute_score("
     )
     script += f"'', {HOSTILE['no death signal']!r}, ['assert f()'], timeout=60)\n"
     script += f"threading.Thread(target=run, daemon=True).start()\ntime.sleep(0.5)\n{end}"

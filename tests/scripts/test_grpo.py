@@ -143,8 +143,7 @@ def test_lora_in_bf16_is_corrected_for_what_an_engine_of_its_own_cannot_hold(tmp
     ran(fork("grpo", tmp_path, *args, "--run-name", "hf"))
     assert not any("rollout/is_weight" in row for row in metrics(tmp_path / "hf"))
     skip_without_vllm()
-    done = ran(fork("grpo", tmp_path, *args, "--run-name", "vllm", "--rollout-engine", "vllm"))
-    assert "--lora-sync auto: adapter: in bfloat16, merged weights lose 0." in done.stdout
+    ran(fork("grpo", tmp_path, *args, "--run-name", "vllm", "--rollout-engine", "vllm"))
     for row in metrics(tmp_path / "vllm"):
         assert row["rollout/logp_diff_mean"] > 0 and 0.9 < row["rollout/is_weight"] < 1.1
 
