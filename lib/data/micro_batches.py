@@ -15,8 +15,8 @@ _ON_HOST = WeakTensorKeyDictionary()  # {a column of a micro-batch on a GPU: (it
 
 
 def on_host(batch: DataProto) -> DataProto:
-    """LAYOUT and multi_modal_hash on the CPU. The host waits for a GPU here, but not for what `prepare_dynamic_batch`
-    has made, if it was not written to since: that has been copied with the rest of the mini-batch."""
+    """LAYOUT and multi_modal_hash on the CPU. The host waits for a GPU here, but not for unchanged columns of
+    `prepare_dynamic_batch`, which has copied them with the whole mini-batch."""
     names = [name for name in (*LAYOUT, "multi_modal_hash") if name in batch.batch]
     kept = {name: _ON_HOST.get(batch.batch[name], (-1, None)) for name in names}
     if all(version == batch.batch[name]._version for name, (version, _) in kept.items()):
@@ -28,17 +28,15 @@ def prepare_dynamic_batch(
     batch: DataProto, max_tokens: int, *, share_prompts=False, padding_free=True, row_group: RowGroup | None = None
 ) -> tuple[list[DataProto], list[list[int]]]:
     """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank. A collective over
-    equally many rows. Returns (micro_batches, rows): the row numbers of each, for `restore_dynamic_batch`.
+    equally many rows. Returns (micro_batches, the row numbers of each for `restore_dynamic_batch`).
 
-    Rows are placed first-fit decreasing; a row longer than `max_tokens` is alone. Then ranks with fewer micro-batches
-    split those of most rows. Every rank runs its longest micro-batches first, so that ranks wait little for each other.
-    Without `padding_free` each row counts as many tokens as the longest row of its micro-batch. With `share_prompts`
-    rows of equal prompts stay together, as far as `max_tokens` allows, and a micro-batch counts the tokens of their
-    `prefix_tree`.
-    meta_info["run_tower"]: see `_run_tower`. The host waits for a GPU only here, and not in the micro-batches.
+    Rows are placed first-fit decreasing; a row longer than `max_tokens` is alone. Ranks with fewer micro-batches split
+    those of most rows. Each rank runs its longest micro-batches first, so that ranks wait little for each other.
+    Without `padding_free` a row counts as many tokens as the longest row of its micro-batch. With `share_prompts` rows
+    of equal prompts stay together as far as `max_tokens` allows, and count the tokens of their `prefix_tree`.
 
-    A `row_group` of n ranks makes its micro-batches together; each rank is given its own rows of every micro-batch,
-    perhaps none. If the group splits tokens, a micro-batch holds n x max_tokens tokens, max_tokens of each rank."""
+    A `row_group` of n ranks makes its micro-batches together. Each rank gets its own rows of every micro-batch, perhaps
+    none. If the group splits tokens, a micro-batch holds n x max_tokens tokens."""
     host, device = on_host(batch), batch.batch["attention_mask"].device
     attention = host.batch["attention_mask"]
     own = attention.sum(1).tolist()
@@ -103,8 +101,8 @@ def prepare_dynamic_batch(
 
 
 def _run_tower(batch: DataProto) -> tuple[str, ...]:
-    """Which of images and videos any rank has in its batch: all ranks then run the tower, whose weights are sharded,
-    for each in every micro-batch, and where one has none, for a dummy. A collective."""
+    """Which of images and videos any rank has. All ranks then run the tower, whose weights are sharded, in every
+    micro-batch, if necessary for a dummy. A collective."""
     inputs, device = batch.non_tensor_batch["multi_modal_inputs"], batch.batch["input_ids"].device
     names = {"image": "pixel_values", "video": "pixel_values_videos"}
     here = {kind: any(name in row for row in inputs) for kind, name in names.items()}

@@ -3,9 +3,9 @@
 A row is {"prompt": [{"role": ..., "content": ...}, ...], "data_source": ..., "reward_model": {"ground_truth": ...},
 "extra_info": {"index": ..., "tools_kwargs": ..., "interaction_kwargs": ...}} (extra_info and its keys may be absent).
 
-In a struct column Arrow gives every row all the fields that any row has, with None for those that it lacked. So a null
-field of parquet means an absent one, and is removed; JSON's stay. Columns of several files are not merged: ground_truth
-may be a string in one file and a number in the next."""
+In a struct column Arrow gives every row the fields of all rows: a null field of parquet means an absent one, and is
+removed; JSON's stay. Columns of several files are not merged: ground_truth may be text in one and a number in another.
+"""
 
 import json
 from collections.abc import Sequence
@@ -57,8 +57,7 @@ def _parsed(text: str, path: Path, number: int | None = None):
 
 def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
-    datasets.Dataset, or a hub id "owner/name", "owner/name:split" or "owner/name:config:split" (split "train" if not
-    given). Raises InputError."""
+    datasets.Dataset, or a hub id "owner/name", "owner/name:split" or "owner/name:config:split". Raises InputError."""
     if not isinstance(source, str | Path):
         import datasets
 
@@ -90,8 +89,8 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
 
 
 def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir: Path | None = None) -> Sequence[dict]:
-    """A split of a data set on the hub, or of a copy of it: the .parquet / .jsonl / .json files under local_dir (under
-    local_dir/config if there is such a folder) whose names begin with `split`. Raises InputError if there is none."""
+    """A split of a data set on the hub, or of a copy: the .parquet / .jsonl / .json files under local_dir (or its
+    folder `config`) whose names begin with `split`. Raises InputError if there is none."""
     if local_dir is None:
         check_hub(hub_id)
         try:
@@ -111,7 +110,7 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
 
 @contextmanager
 def _quiet_datasets():
-    """Imports the `datasets` library, only where it is needed, and turns its progress bars off in the block."""
+    """Imports the `datasets` library only where it is needed, without its progress bars."""
     import datasets
 
     were_off = datasets.are_progress_bars_disabled()
@@ -124,8 +123,8 @@ def _quiet_datasets():
 
 
 def _plain(value, nulls: bool, depth: int = 0):
-    """The value with numpy's arrays and scalars as Python's. nulls: whether fields that are None stay (see the module).
-    Raises RecursionError if it is nested deeper than DEEPEST, so that other code, such as templates, can recurse."""
+    """The value with numpy's arrays and scalars as Python's. nulls: whether None fields stay. Raises RecursionError if
+    it is nested deeper than DEEPEST, so that templates, say, can recurse."""
     if depth > DEEPEST:
         raise RecursionError
     if isinstance(value, dict):

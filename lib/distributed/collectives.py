@@ -60,7 +60,7 @@ def in_thread(call: Callable[[], Any]) -> Future:
 
 
 def new_cpu_group() -> dist.ProcessGroup:
-    """A second group of all ranks, whose collectives (of CPU tensors and objects) cannot mix with the default group's."""
+    """A second group of all ranks: its collectives of CPU tensors and objects cannot mix with the default group's."""
     backend = "gloo" if dist.get_world_size() > 1 else single_rank_backend()
     return dist.new_group(backend=backend, timeout=collective_timeout())
 
