@@ -242,10 +242,10 @@ def weight_shards(
         if (".lora_" in name) != (part == "adapter"):
             continue
         value = param.detach().to(device)
-        if part == "merged":
-            name, value = merged_weight(model, name, value)
-        else:
+        if part != "merged":
             name = name.replace(".base_layer.", ".").replace(".default.", ".")
+        elif ".base_layer." in name:
+            name, value = merged_weight(model, name, value)
         yield name, value if dtype is None else value.to(dtype)
     if part != "adapter":
         yield from ((name, value.to(device)) for name, value in saved_buffers(model).items())
