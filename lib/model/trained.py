@@ -40,9 +40,9 @@ class ForwardConfig:
 
 @dataclass
 class LossScale:
-    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are multiplied by
-    it and gradients divided. It halves at a gradient that is not finite, and doubles after `interval` updates without
-    one. torch.amp.GradScaler looks at its own rank's gradients; these are shards, and all ranks must agree."""
+    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). It halves at a gradient
+    that is not finite, and doubles after `interval` updates without one. torch.amp.GradScaler would decide by its own
+    rank's shards; all ranks must agree."""
 
     value: float = 2.0**16
     interval: int = 2000
@@ -62,7 +62,7 @@ class LossScale:
 
 @dataclass
 class TrainedModel:
-    """A model, its optimizer and its schedule. Policy and Critic below add what differs between them."""
+    """A model, its optimizer and its schedule. Policy and Critic below add their forwards."""
 
     name: str
     module: PreTrainedModel
@@ -85,7 +85,11 @@ class TrainedModel:
             self.loss_scale = LossScale()
         self._flops = flops_of(self.module)
         self._computed = 0.0  # FLOPs since the last step
-        self._tokens = self._separate = 0  # tokens since then, and how many they would be if none was shared
+        self._tokens = self._separate = 0  # tokens since then; how many they would be if none was shared
+
+    @property
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
 
     def _count(self, micro: DataProto) -> None:
         tree = prefix_tree(on_host(micro), share=self.module.share_prompts)
@@ -103,17 +107,15 @@ class TrainedModel:
         """Before the first micro-batch."""
         if self.trained_mask in mini_batch.batch:
             self._masks.append(mini_batch.batch[self.trained_mask])
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
         done = next((state.get("step", 0) for state in self.optimizer.state.values()), 0)
-        self.checks.begin(len(mini_batch), gradients, done - self.scheduler.last_epoch, self.world.device)
+        self.checks.begin(len(mini_batch), self._gradients, done - self.scheduler.last_epoch, self.world.device)
 
     def step(self) -> dict[str, Metric]:
         """Clips the gradient and updates the weights, unless the gradient is not finite or no token was trained on:
         momentum and weight decay would move them. A collective."""
         metrics: dict[str, Metric] = {}
         if self.loss_scale:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_div_(gradients, self.loss_scale.value)
+            torch._foreach_div_(self._gradients, self.loss_scale.value)
             metrics[f"{self.name}/loss_scale"] = Mean(self.loss_scale.value, 1)
         grad_norm = clip_grad_norm(self.parameters, self.max_grad_norm)
         skipped = not math.isfinite(grad_norm)
@@ -146,8 +148,7 @@ class RowIsolationCheck:
 
     @timed("log_probs")
     def check_rows(self, batch: DataProto) -> None:
-        """Measures it at the first call. Raises InputError if they do. Where that is varlen's fault, all models take
-        packed_sdpa from here on."""
+        """Raises InputError if they do. If varlen is to blame, all models take packed_sdpa from here on."""
         f = self.forward
         check = partial(check_rows, self.module, batch, f.sampling.temperature, f.micro_batch_tokens, f.compute_dtype)
         try:
@@ -168,8 +169,7 @@ class Policy(RowIsolationCheck, TrainedModel):
     sampled_since = 0  # version of the oldest weights that this step's samples may be of: rollouts.sync sets it
 
     def check_rows(self, batch: DataProto) -> None:
-        """Also adds is_fresh (B,): the rows whose log-probs the engine's must agree with, since no older weights than
-        this step's sampled them."""
+        """Also adds is_fresh (B,): rows not sampled by older weights, whose log-probs must agree with the engine's."""
         super().check_rows(without_routes(batch))
         batch.batch["is_fresh"] = batch.batch["policy_version"] >= self.sampled_since
         self.checks.on_policy = True
@@ -258,8 +258,8 @@ class Reference(RowIsolationCheck):
 
 
 def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[tuple[DataProto, torch.Tensor]]:
-    """(micro-batch, the numbers (b,) of its rows in the mini-batch), equally many on every rank. The gradients of the
-    micro-batches add up, and are reduced over ranks after the last one (with reduce_each_micro_batch, after each)."""
+    """(micro-batch, the numbers (b,) of its rows in the mini-batch), equally many on every rank. Gradients add up, and
+    are reduced over ranks after the last micro-batch (with reduce_each_micro_batch, after each)."""
     for model in models:
         model.begin_update(mini_batch)
     first, modules = models[0], [model.module for model in models]
