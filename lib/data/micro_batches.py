@@ -2,6 +2,8 @@
 
 import heapq
 import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -24,6 +26,12 @@ def on_host(batch: DataProto) -> DataProto:
     return DataProto.from_dict({name: batch.batch[name].cpu() for name in names}, meta_info=batch.meta_info)
 
 
+class _Row(NamedTuple):
+    prompt: Any  # equal for rows of one prompt
+    length: int  # tokens
+    nodes: dict[Any, int]  # tokens of each node of the prefix tree on the row's paths
+
+
 def prepare_dynamic_batch(
     batch: DataProto, max_tokens: int, *, share_prompts=False, padding_free=True, row_group: RowGroup | None = None
 ) -> tuple[list[DataProto], list[list[int]]]:
@@ -38,66 +46,78 @@ def prepare_dynamic_batch(
     A `row_group` of n ranks makes its micro-batches together. Each rank gets its own rows of every micro-batch, perhaps
     none. If the group splits tokens, a micro-batch holds n x max_tokens tokens."""
     host, device = on_host(batch), batch.batch["attention_mask"].device
-    attention = host.batch["attention_mask"]
-    own = attention.sum(1).tolist()
-    group: list = list(range(len(batch)))  # equal for rows of one prompt
-    nodes: list[dict] = [{row: n} for row, n in enumerate(own)]  # tokens of each node of the prefix tree on its paths
-    if share_prompts:
-        tree, group, nodes = prefix_tree(host, whole=True), prompt_groups(host).tolist(), [{} for _ in own]
-        for node, (n, rows) in enumerate(zip(tree.lengths, tree.rows)):
-            for row in rows:
-                nodes[row][node] = n
-    first = 0  # this rank's first row
+    rows, first = _rows_of(host, share_prompts), 0  # first: the number of this rank's first row
     if row_group is not None:
         rank, ranks = row_group.ranks.rank(), row_group.ranks
         first = rank * len(batch)
         max_tokens *= ranks.size() if row_group.split == "tokens" else 1
-        group = [(rank, number) for number in group]
-        nodes = [{(rank, node): n for node, n in of_row.items()} for of_row in nodes]
-        own, nodes, group = (all_gather_lists(numbers, ranks) for numbers in (own, nodes, group))
+        named = [_Row((rank, r.prompt), r.length, {(rank, node): n for node, n in r.nodes.items()}) for r in rows]
+        rows = all_gather_lists(named, ranks)
 
-    def tokens(rows: list[int]) -> int:
+    def tokens(numbers: list[int]) -> int:
         if not padding_free:
-            return len(rows) * max((own[r] for r in rows), default=0)
-        return sum({node: n for r in rows for node, n in nodes[r].items()}.values())
+            return len(numbers) * max((rows[r].length for r in numbers), default=0)
+        return sum({node: n for r in numbers for node, n in rows[r].nodes.items()}.values())
 
     parts: list[list[int]] = []  # the rows of one prompt, or as many of them as fit
-    for row in sorted(range(len(own)), key=lambda r: (group[r], -own[r])):
-        if parts and group[parts[-1][0]] == group[row] and tokens([*parts[-1], row]) <= max_tokens:
+    for row in sorted(range(len(rows)), key=lambda r: (rows[r].prompt, -rows[r].length)):
+        if parts and rows[parts[-1][0]].prompt == rows[row].prompt and tokens([*parts[-1], row]) <= max_tokens:
             parts[-1].append(row)
         else:
             parts.append([row])
+    bins = _first_fit(parts, tokens, max_tokens, padding_free)
+    bins = _split(bins, all_reduce_max(len(bins), device))
+    bins = sorted(map(sorted, bins), key=lambda numbers: (-tokens(numbers), numbers))
+    bins = [[row - first for row in numbers if first <= row < first + len(batch)] for numbers in bins]
+    micro_batches = [batch[numbers] for numbers in bins]
+    kinds = _run_tower(batch) if "multi_modal_inputs" in batch.non_tensor_batch else None
+    for micro, numbers in zip(micro_batches, bins):
+        if kinds is not None:
+            micro.meta_info["run_tower"] = kinds
+        if device.type != "cpu":
+            kept = dict(host[numbers].batch.items())
+            _ON_HOST.update({micro.batch[name]: (micro.batch[name]._version, kept[name]) for name in kept})
+    return micro_batches, bins
+
+
+def _rows_of(host: DataProto, share_prompts: bool) -> list[_Row]:
+    lengths = host.batch["attention_mask"].sum(1).tolist()
+    if not share_prompts:
+        return [_Row(row, n, {row: n}) for row, n in enumerate(lengths)]
+    tree, nodes = prefix_tree(host, whole=True), [dict[Any, int]() for _ in lengths]
+    for node, (n, rows) in enumerate(zip(tree.lengths, tree.rows)):
+        for row in rows:
+            nodes[row][node] = n
+    return [*map(_Row, prompt_groups(host).tolist(), lengths, nodes)]
+
+
+def _first_fit(parts: list[list[int]], tokens: Callable, max_tokens: int, padding_free: bool) -> list[list[int]]:
+    """Puts each part, from the largest down, into the first bin that has room for it."""
     bins: list[list[int]] = []
     room: list[int] = []
     longest: list[int] = []  # tokens of each bin's longest row, its first
     for part in sorted(parts, key=lambda rows: -tokens(rows)):
         size = tokens(part)
-        sizes = itertools.repeat(size) if padding_free else longest
-        place = next((i for i, (free, takes) in enumerate(zip(room, sizes)) if free >= takes), len(bins))
+        taken = itertools.repeat(size) if padding_free else longest
+        place = next((i for i, (free, takes) in enumerate(zip(room, taken)) if free >= takes), len(bins))
         if place == len(bins):
             bins.append([])
             room.append(max_tokens)
             longest.append(size)
         bins[place] += part
         room[place] -= size if padding_free else longest[place]
-    wanted = all_reduce_max(len(bins), device)
+    return bins
+
+
+def _split(bins: list[list[int]], wanted: int) -> list[list[int]]:
+    """Halves the bins of most rows until there are `wanted`."""
     heap = [(-len(rows), rows) for rows in bins]
     heapq.heapify(heap)
     while len(heap) < wanted:
         _, rows = heapq.heappop(heap)
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             heapq.heappush(heap, (-len(half), half))
-    bins = sorted((sorted(rows) for _, rows in heap), key=lambda rows: (-tokens(rows), rows))
-    bins = [[row - first for row in rows if first <= row < first + len(batch)] for rows in bins]
-    micro_batches = [batch[rows] for rows in bins]
-    kinds = _run_tower(batch) if "multi_modal_inputs" in batch.non_tensor_batch else None
-    for micro, rows in zip(micro_batches, bins):
-        if kinds is not None:
-            micro.meta_info["run_tower"] = kinds
-        if device.type != "cpu":
-            kept = dict(host[rows].batch.items())
-            _ON_HOST.update({micro.batch[name]: (micro.batch[name]._version, kept[name]) for name in kept})
-    return micro_batches, bins
+    return [rows for _, rows in heap]
 
 
 def _run_tower(batch: DataProto) -> tuple[str, ...]:

@@ -204,30 +204,29 @@ def _response_inputs(
     recorded = batch.non_tensor_batch.get(ROUTES, ())
     batch = on_host(batch)
     ids, attention, positions, trained = (batch.batch[name] for name in LAYOUT)
-    rope = positions[:, None] if positions.ndim == 2 else positions[:, 1:]  # (B, 1, L), with mrope (B, 3, L)
     trained = trained.bool()
     L, T = ids.shape[1], trained.shape[1]
     target = trained.flatten().nonzero()[:, 0]  # (n,)
     tree = prefix_tree(batch, share=share_prompts and padding_free and model.share_prompts)
     token, place = tree.token, tree.place  # (N,), (B * L,)
+    rope = positions[:, None] if positions.ndim == 2 else positions[:, 1:]  # (B, 1, L), with mrope (B, 3, L)
     rope = rope.transpose(0, 1).flatten(1)[:, token]  # (1, N), with mrope (3, N)
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": rope if len(rope) == 1 else rope[:, None]}
     # a token is predicted one place to its left; the step's checks find a mask that includes padding
     select = place[target // T * L + L - T - 1 + target % T].clamp(min=0)
+    model.real_tokens, padding = slice(None), None
     if not padding_free:
-        [places], back = sequence_rows(tree, one_size=True)
+        [places], back = sequence_rows(tree, one_size=True)  # (S, l), (N,)
         positions = rope[:, places]
         if len(rope) == 1:
             positions = rope[0, places[:, :1]] + torch.arange(places.shape[1])  # they count on in padding
         inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
-        place, select, token = torch.where(place < 0, -1, back[place]), back[select], token[places]  # (S, l)
-    model.real_tokens = slice(None)
-    if not padding_free:
+        place, select, token = torch.where(place < 0, -1, back[place]), back[select], token[places].flatten()
         padding = F.pad(places[:, 1:] == places[:, :-1], (1, 0)).flatten()
         model.real_tokens = to_device((~padding).nonzero()[:, 0], device)
     if len(recorded):
-        inputs[ROUTES] = routes_of_tokens(list(recorded), attention, token.flatten())
-        if not padding_free:  # whose experts do not matter
+        inputs[ROUTES] = routes_of_tokens(list(recorded), attention, token)
+        if padding is not None:  # whose experts do not matter
             inputs[ROUTES][padding] = -1
     images, tower = None, batch.meta_info.get("run_tower", ())
     if tower or any(media):
@@ -235,22 +234,25 @@ def _response_inputs(
         seen, shape = torch.zeros_like(ids, dtype=torch.bool), inputs["input_ids"].shape
         seen.view(-1)[token] = len(target) > 0
         images = inputs["images"] = images_of(model, media, ids, trained, seen, place, shape, tower)
-    if not padding_free:
-        return *to_device((inputs, select, target), device), place
-    if model.takes_rows:
-        inputs["sequence_rows"] = sequence_rows(tree)
-    if model.config._attn_implementation.startswith("flash"):
-        longest = max(tree.lengths)
-        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = _cumulative(tree.lengths)
-        inputs |= {"max_length_q": longest, "max_length_k": longest}
-    else:
-        if model.config._attn_implementation == "varlen":
-            inputs["packed_sequences"] = _packed_sequences(tree)
-        else:
-            inputs["packed_runs"] = PackedRuns(_packed_runs(tree, None if images is None else images.blocks))
-        # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
-        inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=device)
+    if padding_free:
+        inputs |= _sequence_bounds(model, tree, None if images is None else images.blocks)
     return *to_device((inputs, select, target), device), place
+
+
+def _sequence_bounds(model: PreTrainedModel, tree: PrefixTree, blocks: torch.Tensor | None) -> dict[str, Any]:
+    """Tells the layers where the sequences of the packed row are."""
+    bounds: dict[str, Any] = {"sequence_rows": sequence_rows(tree)} if model.takes_rows else {}
+    attention = model.config._attn_implementation
+    if attention.startswith("flash"):
+        starts, longest = _cumulative(tree.lengths), max(tree.lengths)
+        bounds |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        return bounds | {"max_length_q": longest, "max_length_k": longest}
+    if attention == "varlen":
+        bounds["packed_sequences"] = _packed_sequences(tree)
+    else:
+        bounds["packed_runs"] = PackedRuns(_packed_runs(tree, blocks))
+    # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
+    return bounds | {"attention_mask": torch.empty(1, 1, 1, 1)}
 
 
 def _packed_runs(tree: PrefixTree, blocks: torch.Tensor | None) -> list[PackedRun]:

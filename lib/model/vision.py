@@ -3,7 +3,6 @@ are packed and prompts shared as in a text model. A processor has expanded each 
 the image has features. A sampled token of that id is text."""
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -111,7 +110,7 @@ def images_of(
         raise InputError(f"model type {model.config.model_type} supports no images; supported: {', '.join(FAMILIES)}")
     images = Images({}, {}, {}, torch.full(tuple(shape), -1) if family.bidirectional else None)
     kinds = media_kinds(model.config, ids.masked_fill(F.pad(trained, (ids.shape[1] - trained.shape[1], 0)), -1))
-    for kind, own in _kinds(model).items():
+    for kind, own in media_of_model(model).items():
         is_place = kinds == own.number
         seen = is_place & attended
         needed = seen.any(1).nonzero()[:, 0]
@@ -140,7 +139,7 @@ def images_of(
             images.inputs[kind] = {name: torch.cat([row[name] for row in inputs], family.join) for name in inputs[0]}
             images.counts[kind] = counts[needed].tolist()
         else:
-            images.inputs[kind] = _dummy(model, own)
+            images.inputs[kind] = dummy_image(model, own)
         if images.blocks is not None:
             begins = is_place & ~F.pad(is_place, (1, 0))[:, :-1]
             images.blocks.flatten()[place[at]] = begins.cumsum(1).flatten()[at]
@@ -173,7 +172,7 @@ def _inputs_of(features: Any) -> tuple[str, ...]:
     return tuple(n for n in inspect.signature(features).parameters if n.startswith("pixel_") or n.endswith("_grid_thw"))
 
 
-def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
+def media_of_model(model: PreTrainedModel) -> dict[str, _Kind]:
     of_kind = {kind: getattr(type(model.base_model), f"get_{kind}_features", None) for kind in ("image", "video")}
     return {kind: _Kind(n, _inputs_of(of)) for n, (kind, of) in enumerate(of_kind.items(), 1) if of}
 
@@ -197,7 +196,7 @@ def _without_first(model, inputs: dict, kind: _Kind, dim: int, tokens: int, unse
     return cut, int(of_each[:drop].sum())
 
 
-def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
+def dummy_image(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
     """The smallest image. Not of zeros, which Idefics takes for padding."""
     config, values, *more = model.config.vision_config, *kind.inputs
     if more and more[0].endswith("_grid_thw"):  # (patches, channels * times * height * width)
@@ -207,27 +206,6 @@ def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
     size = config.image_size
     image = torch.ones(*[1] * family_of(model.config).join, 1, config.num_channels, size, size)
     return {values: image, **{name: torch.ones(*image.shape[:-3], size, size, dtype=torch.long) for name in more}}
-
-
-def images_that_fill(model: PreTrainedModel, tokens: int, max_pixels: int) -> tuple[dict[str, torch.Tensor], int]:
-    """(multi_modal_inputs of the fewest images, of at most `max_pixels` or of the model's fixed size, that nearly fill
-    a prompt of so many tokens; how many tokens these have). ({}, 0) if none fits."""
-    if tokens < 1:
-        return {}, 0
-    kind, config = _kinds(model)["image"], model.config.vision_config
-    inputs, join = _dummy(model, kind), family_of(model.config).join
-    values, *more = kind.inputs
-    if not (more and more[0].endswith("_grid_thw")):
-        of_each = (config.image_size // config.patch_size) ** 2 // patches_per_feature(model.config)
-        n = tokens // of_each
-        return ({name: torch.cat([x] * n, join) for name, x in inputs.items()}, n * of_each) if n else ({}, 0)
-    size = config.spatial_merge_size
-    n = -(-tokens // max(max_pixels // (size * config.patch_size) ** 2, 1))
-    side = math.isqrt(tokens // n)
-    height = max(range(side // 2 + 1, side + 1), key=lambda h: tokens // n // h * h)
-    grid = torch.tensor([[1, size * height, size * (tokens // n // height)]] * n)
-    patches = int(grid.prod(1).sum())
-    return {values: inputs[values][:1].repeat(patches, 1), more[0]: grid}, patches // patches_per_feature(model.config)
 
 
 # ---- the forward ---------------------------------------------------------------------------------
