@@ -79,13 +79,16 @@ class _StepSampler:
         position, own = self.start, slice(self.rank, None, self.world_size)
         while True:
             self.given = self._step(position)[own]
-            yield list(zip(range(position, position + self.prompts_per_step)[own], self.given))
+            places = range(position, position + self.prompts_per_step)[own]
+            yield list(zip(places, self.given))
             position += self.prompts_per_step
 
     def _step(self, position: int) -> list[int]:
         """The rows of the step that begins after `position` rows, over all ranks."""
-        rng, rows = np.random.default_rng([self.seed, position]), np.empty(self.prompts_per_step, dtype=int)
-        taken, source = self.taken(position), self._source_of(np.arange(position, position + len(rows)))
+        rng = np.random.default_rng([self.seed, position])
+        rows = np.empty(self.prompts_per_step, dtype=int)
+        source = self._source_of(np.arange(position, position + len(rows)))
+        taken = self.taken(position)
         for s in range(len(self.sources)):
             own = np.flatnonzero(source == s)
             rows[own] = self._next(s, int(taken[s]), len(own), rng)
@@ -104,7 +107,7 @@ class _StepSampler:
         return self._taken
 
     def _next(self, s: int, taken: int, n: int, rng: np.random.Generator) -> list[int]:
-        """The next n rows of source s, of which `taken` have come."""
+        """The next n rows of source s, after the `taken` first ones."""
         if self.sampling == "variance":
             return self.difficulty.draw(n, rng, self.sources[s])
         if self.sampling == "uniform":
