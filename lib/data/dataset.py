@@ -87,12 +87,6 @@ class RLHFDataset(Dataset):
         num_proc: int | None = None,
         vision: Vision | None = None,
     ):
-        if truncation not in ("left", "right", "middle", "error"):
-            raise InputError(f"truncation={truncation!r}: use left, right, middle or error")
-        if max_prompt_length < 1:
-            raise InputError(f"max_prompt_length={max_prompt_length}: must be at least 1")
-        if max_samples is not None and max_samples < 1:
-            raise InputError(f"max_samples={max_samples}: must be at least 1, or None for all rows")
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.pad_token_id is None:
             raise InputError(f"tokenizer {tokenizer.name_or_path}: neither a pad nor an eos token; set pad_token")

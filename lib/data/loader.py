@@ -239,14 +239,7 @@ def make_loader(
     (skip_after, share: difficulty.py). These need num_workers 0, as workers take rows in advance.
     weights: the share in each step of each of the data set's sources (`source_sizes`); an epoch is then a source's."""
     if prompts_per_step < 1 or prompts_per_step % world_size:
-        above = (max(prompts_per_step, 1) // world_size + 1) * world_size
-        rest = f"(prompts_per_step % world_size = {prompts_per_step % world_size})"
-        must = f"must be a positive multiple of world_size={world_size} {rest}; use {above}, say"
-        raise InputError(f"prompts_per_step={prompts_per_step} {must}")
-    if not 0 <= rank < world_size:
-        raise InputError(f"rank={rank}: must be in 0..{world_size - 1} for world_size={world_size}")
-    if seed < 0:
-        raise InputError(f"seed={seed}: must not be negative")
+        raise InputError(f"prompts_per_step={prompts_per_step} must be a positive multiple of world_size={world_size}")
     if len(dataset) == 0:
         raise InputError("the data set has no rows")
     sizes = [len(dataset)]

@@ -70,8 +70,6 @@ class Vision:
     def media(self, images: list, videos: list, where: str, folder: Path) -> dict:
         """multi_modal_data: {"image": [PIL], "video": [(frames (F, H, W, 3) uint8, metadata)]}, without empty lists.
         folder: where relative paths begin. Raises InputError."""
-        if videos and not self.takes_videos:
-            raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
         data: dict = {"image": [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)]}
         data["video"] = [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)]
         return {kind: found for kind, found in data.items() if found}
@@ -87,8 +85,8 @@ class Vision:
         text. Raises InputError unless data has as many images and videos."""
         for kind in ("image", "video"):
             places, there = sum(part.get("type") == kind for part in _parts(messages)), len(data.get(kind, ()))
-            if places and kind == "video" and not self.takes_videos:
-                raise InputError(f"{where}: has a <video>; models of type {self.config.model_type} take none")
+            if (places or there) and kind == "video" and not self.takes_videos:
+                raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
             if places != there:
                 advice = "write one for each (text that is to stay text: in a list of content parts)"
                 found = f"{places} <{kind}> in the messages, but {there} {kind}s in the row"

@@ -92,15 +92,14 @@ def takes_varlen(path: str, *, trust_remote_code: bool = False) -> bool:
 def _config_to_split(split: str, name: str, config: PreTrainedConfig, *, states: bool) -> PreTrainedConfig:
     """The text model's config. Raises InputError unless its rows can be packed, and for layers that carry a state
     unless `states`."""
+    flag = split.partition(" ")[0]
     if family_of(config):
-        raise InputError(
-            f"{split}: {name} takes images, which are not split over ranks; drop {split.partition(' ')[0]}"
-        )
+        raise InputError(f"{split}: {name} takes images, which are not split over ranks; drop {flag}")
     reason = attention_and_packing(config, "packed_sdpa")[1]
     if reason is None and other_layers(config) and not states:
         reason = "it has layers that carry a state from token to token"
     if reason:
-        raise InputError(f"{split}: {name} cannot be split: {reason}; drop {split.partition(' ')[0]}")
+        raise InputError(f"{split}: {name} cannot be split: {reason}; drop {flag}")
     return config.get_text_config()
 
 
@@ -109,12 +108,19 @@ def _check_divides(split: str, size: int, what: str, *numbers: int) -> None:
         raise InputError(f"{split}: must divide the {numbers[0]} {what}")
 
 
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """An error of the block, such as a network's or that of an unknown architecture, becomes an InputError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what}: {str(error).splitlines()[0]}") from error
+
+
 def config_of(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
     folder, gguf = split_gguf(path)
-    try:
+    with _one_line(f"{flag} {path}: cannot load its config"):
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
 
 
 def load_processor(path: str, *, trust_remote_code: bool = False) -> transformers.ProcessorMixin | None:
@@ -123,25 +129,22 @@ def load_processor(path: str, *, trust_remote_code: bool = False) -> transformer
     if family_of(config_of(path, "--model", trust_remote_code)) is None:
         return None
     folder, files = local_copy(path, weights=False), ("processor_config.json", "preprocessor_config.json")
-    try:
+    with _one_line(f"--model {path}: cannot load its processor"):
         if not any(cached_file(folder, name, _raise_exceptions_for_missing_entries=False) for name in files):
             return None
-        processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        processor.tokenizer.init_kwargs.pop("local_files_only", None)  # as load_tokenizer
-        return processor
-    except ImportError as error:
-        raise InputError(f"--model {path}: its processor needs torchvision: install it") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"--model {path}: cannot load its processor: {str(error).splitlines()[0]}") from error
+        try:
+            processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except ImportError as error:
+            raise ValueError("it needs torchvision: install it") from error
+    processor.tokenizer.init_kwargs.pop("local_files_only", None)  # as load_tokenizer
+    return processor
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
     """The tokenizer of `path`; a missing pad token becomes the eos token. Raises InputError."""
     folder, gguf = split_gguf(path)
-    try:
+    with _one_line(f"{flag} {path}: cannot load its tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
-    except OSError as error:
-        raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
     tokenizer.init_kwargs.pop("local_files_only", None)  # exports would differ by whether there was a network
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -214,7 +217,7 @@ def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **setti
     check_model_path(path, flag)
     folder, gguf = split_gguf(path, weights=True)
     enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends this stage
-    try:
+    with _one_line(f"{flag} {path}: cannot load it"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=how.trust_remote_code, **gguf)
         auto_class = class_of(auto_class, config)
         parts = (config, config.get_text_config(), *([config.vision_config] if family_of(config) else []))
@@ -235,8 +238,6 @@ def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **setti
         # mismatched sizes are refused below, in one line
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = auto_class.from_pretrained(folder, config=config, **options, **gguf)
-    except (OSError, ValueError) as error:  # ValueError: the architecture is unknown, or not for this task
-        raise InputError(f"{flag} {path}: cannot load it: {str(error).splitlines()[0]}") from error
     for name, theirs, ours in info["mismatched_keys"]:
         raise InputError(f"{flag} {path}: its {name} is of shape {tuple(theirs)}, the model needs {tuple(ours)}")
     for param in model.parameters():  # not buffers: rotary tables stay fp32
