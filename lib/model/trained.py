@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -72,17 +72,14 @@ class TrainedModel:
     forward: ForwardConfig
     max_grad_norm: float
     reduce_each_micro_batch: bool
-    parameters: list[torch.nn.Parameter] = field(init=False)
-    loss_scale: LossScale | None = None
     checks: UpdateChecks = field(default_factory=UpdateChecks)
     routing: RoutingMetrics = field(default_factory=RoutingMetrics)
     trained_mask: ClassVar[str] = "loss_mask"  # the column of the tokens that its loss sums
-    _masks: list[torch.Tensor] = field(default_factory=list)  # of the mini-batch; none: a script with its own loop
 
     def __post_init__(self):
         self.parameters = trainable_parameters(self.module)
-        if self.forward.compute_dtype == torch.float16:
-            self.loss_scale = LossScale()
+        self.loss_scale = LossScale() if self.forward.compute_dtype == torch.float16 else None
+        self._masks: list[torch.Tensor] = []  # of the mini-batch; none: a script with its own loop
         self._flops = flops_of(self.module)
         self._computed = 0.0  # FLOPs since the last step
         self._tokens = self._separate = 0  # tokens since then; how many they would be if none was shared
@@ -131,12 +128,12 @@ class TrainedModel:
         metrics |= self.checks.end() | self.routing.end()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        computed, self._computed = self._computed / 1e12, 0.0
         metrics["perf/shared_prefix_tokens_share"] = Mean(self._separate - self._tokens, self._separate)
-        self._tokens = self._separate = 0
         metrics |= {f"{self.name}/grad_norm": Mean(grad_norm, 1), f"{self.name}/lr": Mean(float(lr), 1)}
-        skips = skipped and self.world.rank == 0  # all ranks skip the same
-        return metrics | {"perf/update_tflops": Sum(computed), "training/skipped_updates": Sum(skips)}
+        metrics["perf/update_tflops"] = Sum(self._computed / 1e12)
+        self._computed, self._tokens, self._separate = 0.0, 0, 0
+        metrics["training/skipped_updates"] = Sum(skipped and self.world.rank == 0)  # all ranks skip the same
+        return metrics
 
 
 class RowIsolationCheck:
@@ -149,17 +146,18 @@ class RowIsolationCheck:
     @timed("log_probs")
     def check_rows(self, batch: DataProto) -> None:
         """Raises InputError if they do. If varlen is to blame, all models take packed_sdpa from here on."""
-        f = self.forward
-        check = partial(check_rows, self.module, batch, f.sampling.temperature, f.micro_batch_tokens, f.compute_dtype)
+        if self.checked:
+            return
+        f, temperature = self.forward, self.forward.sampling.temperature
+        check = partial(check_rows, self.module, batch, temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
         try:
-            if not self.checked:
-                check(f.row_group)
+            check()
         except InputError as error:
             if self.module.config._attn_implementation != "varlen":
                 raise
             for module in f.modules:
                 use_packed_sdpa(module)
-            check(f.row_group)
+            check()
             if is_first_on_node():
                 print(f"attention: packed_sdpa from here on, for with varlen {error}", flush=True)
         self.checked = True
@@ -188,13 +186,19 @@ class Policy(RowIsolationCheck, TrainedModel):
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
         """old_log_probs, entropys and, if in `names`, squared_score, each (B, T), without gradients. With R2 the batch
         gets its column routed_experts. A collective."""
-        f, temperature = self.forward, self.forward.sampling.temperature
-        options: dict[str, Any] = {"truncation": f.sampling.truncation, "sum_pi_squared": "squared_score" in names}
-        options["row_group"] = f.row_group
-        routes: list[torch.Tensor] | None = [] if f.routing_replay == "R2" else None
-        own = without_routes(batch) if f.routing_replay == "R2" else batch
-        outputs = batched_log_probs(self.module, own, temperature, f.micro_batch_tokens, routes=routes, **options)
-        if routes is not None:
+        f, sampling, records = self.forward, self.forward.sampling, self.forward.routing_replay == "R2"
+        routes: list[torch.Tensor] = []
+        outputs = batched_log_probs(
+            self.module,
+            without_routes(batch) if records else batch,
+            sampling.temperature,
+            f.micro_batch_tokens,
+            sum_pi_squared="squared_score" in names,
+            truncation=sampling.truncation,
+            row_group=f.row_group,
+            routes=routes if records else None,
+        )
+        if records:
             batch.non_tensor_batch[ROUTES] = routes_column(routes)
         columns = dict(zip(("old_log_probs", "entropys", "squared_score"), outputs))
         if "squared_score" in columns:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
@@ -239,11 +243,10 @@ class Reference(RowIsolationCheck):
         """Log-probs (B, T), without gradients. A collective. Raises InputError if the weights have changed."""
         if self.frozen:
             self._check_weights()
-        f, temperature = self.forward, self.forward.sampling.temperature
+        f, own = self.forward, without_routes(batch)
+        size = f.micro_batch_tokens
         with without_adapters(self.module):
-            options: dict[str, Any] = {"row_group": f.row_group}
-            own = without_routes(batch)
-            return batched_log_probs(self.module, own, temperature, f.micro_batch_tokens, **options)[0]
+            return batched_log_probs(self.module, own, f.sampling.temperature, size, row_group=f.row_group)[0]
 
     @torch.no_grad()
     def _check_weights(self) -> None:
