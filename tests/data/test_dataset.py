@@ -789,8 +789,6 @@ def test_loader_errors():
 
     for per_step in (6, 0):
         with pytest.raises(InputError, match=f"prompts_per_step={per_step} must be a positive multiple of"):
-            InputError, match=f"prompts_per_step={per_step} must be a positive multiple of world_size=4"
-        ):
             make(per_step=per_step, world=4)
     with pytest.raises(InputError, match="no rows"):
         make(n=0)
