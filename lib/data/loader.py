@@ -112,8 +112,12 @@ class _StepSampler:
             return self.difficulty.draw(n, rng, self.sources[s])
         if self.sampling == "uniform":
             return [self._row(s, k) for k in range(taken, taken + n)]
+        return self._next_informative(s, taken, n, rng)
+
+    def _next_informative(self, s: int, taken: int, n: int, rng: np.random.Generator) -> list[int]:
+        """The next n rows without those that `difficulty` skips, at most an epoch of them."""
         rows: list[int] = []
-        last = self.skipped[s] + len(self.sources[s])  # after a whole epoch of skips, prompts come as they are
+        last = self.skipped[s] + len(self.sources[s])
         while len(rows) < n:
             row = self._row(s, taken + int(self.skipped[s]) + len(rows))
             if self.skipped[s] < last and self.difficulty.skips(row, rng):

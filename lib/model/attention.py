@@ -77,16 +77,9 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
             k, v = (_take(torch.cat([x[j] for j in (*run.runs_above, i)]), run.places) for x in (keys, values))
             q = _take(queries[i], run.places[:, -run.length :] - sum(sizes[j] for j in run.runs_above))
         q, k, v = (rearrange(x, "s l h d -> s h l d") for x in (q, k, v))  # for k and v, l is P + length
-        mask = None
+        mask: Any = None
         if run.blocks is not None or (window is not None and k.shape[2] > window):
-            position = torch.arange(k.shape[2], device=q.device)
-            distance = position[-run.length :, None] - position[None, :]
-            mask = distance >= 0
-            if run.blocks is not None:
-                same = run.blocks[:, None, :, None] == run.blocks[:, None, None, :]  # (count, 1, length, length)
-                mask = mask | (same & (run.blocks >= 0)[:, None, None, :])
-            if window is not None:
-                mask = mask & (distance < window)
+            mask = _mask_of_run(run, k.shape[2], window, q.device)
         elif run.places is not None:
             mask = causal_lower_right(run.length, k.shape[2])
         gqa = query.shape[1] != key.shape[1]
@@ -94,6 +87,17 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
         out = rearrange(out, "s h l d -> (s l) h d")
         outputs.append(out if run.real is None else _take(out, run.real))
     return torch.cat(outputs)
+
+
+def _mask_of_run(run, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(length, keys), for images (count, 1, length, keys): what each query of the run sees."""
+    position = torch.arange(keys, device=device)
+    distance = position[-run.length :, None] - position[None, :]
+    mask = distance >= 0
+    if run.blocks is not None:
+        same = run.blocks[:, None, :, None] == run.blocks[:, None, None, :]  # (count, 1, length, length)
+        mask = mask | (same & (run.blocks >= 0)[:, None, None, :])
+    return mask if window is None else mask & (distance < window)
 
 
 def _attend_by_sequences(query, key, value, packed, window: int | None, scaling: float | None) -> torch.Tensor:

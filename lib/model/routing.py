@@ -160,17 +160,15 @@ class RoutingMetrics:
 
     @torch.no_grad()
     def watch(self, model: PreTrainedModel) -> None:
-        """After a forward."""
-        routers = getattr(model, "routers", ())  # a script's own model has none
-        for router in routers:
+        """After a forward of a mixture."""
+        for router in model.routers:
             entropies = router.entropies[model.real_tokens]
             add_metrics(self.sums, {"router/entropy": Mean(entropies.sum(), len(entropies))})
             if router.differs is not None:
                 add_metrics(self.sums, {"router/differing_experts": router.differs})
-        if routers:
-            chosen = chosen_experts(model)[model.real_tokens].transpose(0, 1).flatten(1).long()  # (layers, N k)
-            counts = chosen.new_zeros(len(chosen), routers[0].num_experts)
-            self.loads = self.loads + counts.scatter_add(1, chosen, torch.ones_like(chosen)).double()
+        chosen = chosen_experts(model)[model.real_tokens].transpose(0, 1).flatten(1).long()  # (layers, N k)
+        counts = chosen.new_zeros(len(chosen), model.routers[0].num_experts)
+        self.loads = self.loads + counts.scatter_add(1, chosen, torch.ones_like(chosen)).double()
 
     def end(self) -> dict[str, Metric]:
         """A collective."""

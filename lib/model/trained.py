@@ -179,7 +179,8 @@ class Policy(RowIsolationCheck, TrainedModel):
         s, row_group = self.forward.sampling, self.forward.row_group
         outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, row_group=row_group)
         self.checks.watch(micro, *outputs[:2])
-        self.routing.watch(self.module)
+        if getattr(self.module, "routers", ()):  # a script's own model has none
+            self.routing.watch(self.module)
         return outputs
 
     @timed("log_probs")
