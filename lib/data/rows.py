@@ -9,9 +9,8 @@ removed; JSON's stay. Columns of several files are not merged: ground_truth may 
 
 import json
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -59,9 +58,7 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
     datasets.Dataset, or a hub id "owner/name", "owner/name:split" or "owner/name:config:split". Raises InputError."""
     if not isinstance(source, str | Path):
-        import datasets
-
-        if isinstance(source, datasets.Dataset):
+        if isinstance(source, _datasets().Dataset):
             return source
         raise InputError(f"data files: got a {type(source).__name__}; give paths, a hub id or a datasets.Dataset")
     path = Path(source).expanduser()
@@ -69,17 +66,15 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
         if not (path / "state.json").is_file():
             files = sorted(p.name for p in path.iterdir())[:8]
             raise InputError(f"{path}: a folder that holds no saved Dataset; name the files in it: {', '.join(files)}")
-        with _quiet_datasets() as datasets:
-            return datasets.load_from_disk(str(path))
+        return _datasets().load_from_disk(str(path))
     if path.is_file():
         if path.suffix in (".json", ".jsonl"):
             return _read_json(path)
         if path.suffix != ".parquet":
             raise InputError(f"{path}: unsupported extension {path.suffix!r}; use .parquet, .jsonl or .json")
         try:
-            with _quiet_datasets() as datasets:
-                return datasets.Dataset.from_parquet(str(path))
-        except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+            return _datasets().Dataset.from_parquet(str(path))
+        except (OSError, ValueError, _datasets().exceptions.DatasetGenerationError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
             raise InputError(f"{path}: not readable as parquet ({reason}); write the file again") from error
     check_source(str(source))
@@ -94,8 +89,7 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
     if local_dir is None:
         check_hub(hub_id)
         try:
-            with _quiet_datasets() as datasets:
-                return datasets.load_dataset(hub_id, config, split=split)
+            return _datasets().load_dataset(hub_id, config, split=split)
         except Exception as error:  # the hub client's errors have no common class
             reason = str(error).partition("\n")[0]
             what = f"{hub_id}: not a file here, and split {split!r} cannot be had from the hub ({reason})"
@@ -108,18 +102,12 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
     return parts[0] if len(parts) == 1 else [row for rows in parts for row in rows]  # one alone stays in its file
 
 
-@contextmanager
-def _quiet_datasets():
-    """Imports the `datasets` library only where it is needed, without its progress bars."""
+def _datasets() -> Any:
+    """The library, imported only where it is needed, without its progress bars, which each rank would show."""
     import datasets
 
-    were_off = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    try:
-        yield datasets
-    finally:
-        if not were_off:
-            datasets.enable_progress_bars()
+    return datasets
 
 
 def _plain(value, nulls: bool, depth: int = 0):
