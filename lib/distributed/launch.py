@@ -95,7 +95,7 @@ def init_distributed(
     engine_ranks: the job's last ranks do not train. They share the store, but not the process group.
     describe: what `check_equal_starts` compares, given whether this rank trains.
 
-    Raises InputError under a launcher that starts other processes than asked for, and on all ranks if they were started
+    Raises InputError under `accelerate launch --cpu`, which starts one process, and on all ranks if they were started
     differently. docs/security.md says what listens where."""
     global _job, _timeout
     env = os.environ
@@ -121,9 +121,8 @@ def init_distributed(
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
     _job = _Job(store, rank, trainers, size)
     if describe and size > 1:
-        # before any collective, which needs the same number of trainers everywhere
         start = {**describe(trains), "the device": (device.type, device.type)}
-        check_equal_starts(store, rank, size, start)
+        check_equal_starts(store, rank, size, start)  # first: a collective needs the same number of trainers everywhere
     if trains:
         backend = single_rank_backend() if trainers == 1 else collective_backend(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=_timeout)
@@ -132,8 +131,7 @@ def init_distributed(
 
 def _pick_device(local_rank: int, trains: bool) -> torch.device:
     """This rank's device. An engine rank leaves its GPU alone."""
-    found = accelerator()
-    if found is None:
+    if (found := accelerator()) is None:
         torch.set_num_threads(threads_of_environment())
         return torch.device("cpu")
     device = torch.device(found.type, local_rank)
@@ -145,7 +143,7 @@ def _pick_device(local_rank: int, trains: bool) -> torch.device:
 
 
 def _check_launcher(env: MutableMapping[str, str]) -> None:
-    """Says which settings of accelerate nothing reads. Raises InputError where it starts one process, not N."""
+    """Says which settings of accelerate nothing reads."""
     if env.get("RANK", "0") == "0" and (unused := unused_settings(env)):
         print(f"accelerate starts the processes only, its other settings are not used: {unused}", flush=True)
     # under accelerate's FSDP, transformers would leave the weights of local rank != 0 at zero; we shard ourselves
@@ -279,12 +277,7 @@ def run(main: Callable[[T], None], args: T) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os._exit = partial(_exit_of_user_code, os.getpid())
     try:
-        with suppress(JobOver):
-            main(args)
-        if dist.is_initialized():
-            enter_stage("end")
-            dist.destroy_process_group()  # NCCL's waits for all ranks: the watcher still watches
-        _leave()
+        _run(main, args)
     except KeyboardInterrupt:
         os._exit = end_process
         if _at_early_end is None:
@@ -292,11 +285,24 @@ def run(main: Callable[[T], None], args: T) -> None:
         _end_early(interrupted=True)
         sys.stdout.flush()
         end_process(130)  # at once: a checkpoint's writer may wait for a peer
+    finally:
+        os._exit = end_process
+
+
+def _run(main: Callable[[T], None], args: T) -> None:
+    try:
+        with suppress(JobOver):
+            main(args)
+        if dist.is_initialized():
+            enter_stage("end")
+            dist.destroy_process_group()  # NCCL's waits for all ranks: the watcher still watches
+        _leave()
     except SystemExit as stop:
         if stop.code != 128 + signal.SIGTERM:  # of an engine rank
             _end_early(interrupted=False)
             last = traceback.extract_tb(stop.__traceback__)[-1]
-            _end_by_user_code("sys.exit", stop.code, f"{last.filename}:{last.lineno}")
+            code = "" if stop.code is None else repr(stop.code)
+            _end_with(f"the run was ended by sys.exit({code}) in {last.filename}:{last.lineno}", stop.code)
         raise
     except Exception as error:
         _end_early(interrupted=False)
@@ -304,7 +310,6 @@ def run(main: Callable[[T], None], args: T) -> None:
         get_error_handler().record_exception(error)
         raise
     finally:
-        os._exit = end_process
         stop_watching()
 
 
@@ -345,12 +350,8 @@ def _exit_of_user_code(pid: int, status: int) -> NoReturn:
     if os.getpid() != pid:
         end_process(status)
     caller = sys._getframe(1)
-    _end_by_user_code("os._exit", status, f"{caller.f_code.co_filename}:{caller.f_lineno}")
-
-
-def _end_by_user_code(function: str, code: Any, where: str) -> NoReturn:
-    call = f"{function}({'' if code is None else repr(code)})"
-    _end_with(f"the run was ended by {call} in {where}", code)
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    _end_with(f"the run was ended by os._exit({status}) in {where}", status)
 
 
 def _leave() -> None:
