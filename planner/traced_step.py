@@ -172,7 +172,7 @@ class _Step:
         def stepped(model):
             step.phase = "optimizer"
             step.trace.name("gradients", (p.grad for p in model.parameters if p.grad is not None))
-            step.flops += float(model._computed)
+            step.flops += float(model.computed.total)
             metrics = update(model)
             step.open.discard(model.name)
             if not step.open:

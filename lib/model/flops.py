@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lib.data import PrefixTree, attention_width, count_patches, on_host
+from lib.data import PrefixTree, attention_width, count_patches, on_host, prefix_tree
 from lib.data_proto import DataProto
+from lib.distributed import Mean, Metric, Sum
 from lib.model.vision import patches_per_feature, vision_names
 
 
@@ -67,6 +68,27 @@ def update_flops(flops: Flops, micro: DataProto, tree: PrefixTree) -> float:
         return of_text
     encoded = {rows[0] for rows, above in zip(tree.rows, tree.above) if not above}  # the others share their prompts
     return of_text + float(count_patches(micro, flops.patch_size)[sorted(encoded)].sum()) * flops.patch
+
+
+class UpdateFlops:
+    """What a model's updates compute: FLOPs, tokens, and how many tokens they would be if none was shared."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.flops = model, flops_of(model)
+        self.total, self.tokens, self.separate = 0.0, 0, 0
+
+    def count(self, micro: DataProto) -> None:
+        tree = prefix_tree(on_host(micro), share=self.model.share_prompts)
+        self.total += update_flops(self.flops, micro, tree)
+        self.tokens += sum(tree.lengths)
+        self.separate += tree.separate_tokens
+
+    def end(self) -> dict[str, Metric]:
+        """Since the last call."""
+        metrics: dict[str, Metric] = {"perf/update_tflops": Sum(self.total / 1e12)}
+        metrics["perf/shared_prefix_tokens_share"] = Mean(self.separate - self.tokens, self.separate)
+        self.total, self.tokens, self.separate = 0.0, 0, 0
+        return metrics
 
 
 def _products(weight: torch.Tensor) -> float:

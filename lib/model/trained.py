@@ -4,19 +4,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
-from lib.data import on_host, prefix_tree, prepare_dynamic_batch
+from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, global_counts, timed
 from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
 from lib.model.attention import layout, use_packed_sdpa
-from lib.model.flops import flops_of, update_flops
+from lib.model.flops import UpdateFlops
 from lib.model.load import without_adapters
 from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
 from lib.model.routing import ROUTES, RoutingMetrics, routes_column, without_routes
@@ -80,19 +80,11 @@ class TrainedModel:
         self.parameters = trainable_parameters(self.module)
         self.loss_scale = LossScale() if self.forward.compute_dtype == torch.float16 else None
         self._masks: list[torch.Tensor] = []  # of the mini-batch; none: a script with its own loop
-        self._flops = flops_of(self.module)
-        self._computed = 0.0  # FLOPs since the last step
-        self._tokens = self._separate = 0  # tokens since then; how many they would be if none was shared
+        self.computed = UpdateFlops(self.module)
 
     @property
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters if p.grad is not None]
-
-    def _count(self, micro: DataProto) -> None:
-        tree = prefix_tree(on_host(micro), share=self.module.share_prompts)
-        self._computed += update_flops(self._flops, micro, tree)
-        self._tokens += sum(tree.lengths)
-        self._separate += tree.separate_tokens
 
     def backward(self, loss: torch.Tensor) -> None:
         """loss: this rank's share of the sum over ranks. The factor undoes FSDP's average over ranks."""
@@ -125,13 +117,10 @@ class TrainedModel:
             self.optimizer.step()
         self._masks.clear()
         [lr, *_] = self.scheduler.get_last_lr()
-        metrics |= self.checks.end() | self.routing.end()
+        metrics |= self.checks.end() | self.routing.end() | self.computed.end()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        metrics["perf/shared_prefix_tokens_share"] = Mean(self._separate - self._tokens, self._separate)
         metrics |= {f"{self.name}/grad_norm": Mean(grad_norm, 1), f"{self.name}/lr": Mean(float(lr), 1)}
-        metrics["perf/update_tflops"] = Sum(self._computed / 1e12)
-        self._computed, self._tokens, self._separate = 0.0, 0, 0
         metrics["training/skipped_updates"] = Sum(skipped and self.world.rank == 0)  # all ranks skip the same
         return metrics
 
@@ -175,7 +164,7 @@ class Policy(RowIsolationCheck, TrainedModel):
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With a truncation (top_p, top_k
         or min_p) also which tokens it would not have kept."""
-        self._count(micro)
+        self.computed.count(micro)
         s, row_group = self.forward.sampling, self.forward.row_group
         outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, row_group=row_group)
         self.checks.watch(micro, *outputs[:2])
@@ -187,24 +176,19 @@ class Policy(RowIsolationCheck, TrainedModel):
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
         """old_log_probs, entropys and, if in `names`, squared_score, each (B, T), without gradients. With R2 the batch
         gets its column routed_experts. A collective."""
-        f, sampling, records = self.forward, self.forward.sampling, self.forward.routing_replay == "R2"
-        routes: list[torch.Tensor] = []
-        outputs = batched_log_probs(
-            self.module,
-            without_routes(batch) if records else batch,
-            sampling.temperature,
-            f.micro_batch_tokens,
-            sum_pi_squared="squared_score" in names,
-            truncation=sampling.truncation,
-            row_group=f.row_group,
-            routes=routes if records else None,
-        )
-        if records:
+        f, s, squares = self.forward, self.forward.sampling, "squared_score" in names
+        options: dict[str, Any] = {"sum_pi_squared": squares, "truncation": s.truncation, "row_group": f.row_group}
+        if f.routing_replay == "R2":
+            routes: list[torch.Tensor] = []
+            own, options = without_routes(batch), options | {"routes": routes}
+            outputs = batched_log_probs(self.module, own, s.temperature, f.micro_batch_tokens, **options)
             batch.non_tensor_batch[ROUTES] = routes_column(routes)
+        else:
+            outputs = batched_log_probs(self.module, batch, s.temperature, f.micro_batch_tokens, **options)
         columns = dict(zip(("old_log_probs", "entropys", "squared_score"), outputs))
-        if "squared_score" in columns:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
-            squares = columns["squared_score"]
-            score = (1 - 2 * columns["old_log_probs"].double().exp() + squares).to(squares)
+        if squares:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
+            sums = columns["squared_score"]
+            score = (1 - 2 * columns["old_log_probs"].double().exp() + sums).to(sums)
             columns["squared_score"] = score.where(batch.batch["response_mask"].bool(), 0)
         return columns
 
@@ -214,7 +198,7 @@ class Critic(TrainedModel):
 
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
-        self._count(micro)
+        self.computed.count(micro)
         values = response_values(self.module, without_routes(micro), row_group=self.forward.row_group)
         self.checks.watch(micro, values)
         return values
