@@ -1,32 +1,27 @@
 """DataProto: the rows that flow between the stages of an RL step. Its interface is that of verl's protocol.py.
 
-`batch` is a TensorDict of plain tensors, `non_tensor_batch` a dict of (object) ndarrays, `meta_info` a dict; rows are
+`batch` is a TensorDict of plain tensors, `non_tensor_batch` a dict of (object) ndarrays, `meta_info` a dict. Rows are
 dim 0. Slices, int index, chunk, split, unpad_dataproto, make_iterator without shuffling, select, pop, rename and union
-share the tensors' memory; everything else that returns rows copies them. Only select(deepcopy=True) copies objects.
+share the tensors' memory; everything else copies rows. Only select(deepcopy=True) copies objects.
 
-Where it departs from verl:
-- Misuse raises ValueError, KeyError or IndexError with the key's name before anything changes; rename goes key by key.
+Differences from verl:
+- Misuse raises ValueError, KeyError or IndexError with the key's name, before anything changes.
 - A list of equally long lists becomes a 1-D object array; np.array(..., dtype=object) would make it two-dimensional.
 - union and concat count NaN as equal to NaN, and compare the values of tensors and arrays in meta_info.
-- A result has its own meta_info dict; in verl a slice, a chunk or a repetition shares its parent's.
+- Each result has its own meta_info dict.
 - to() leaves batch.device unset when no tensor has to move.
 - chunk with auto-padding always gives `chunks` parts of ceil(n / chunks) rows, the last ones short or empty.
-- padding takes "first" or "last" (default) and leaves meta_info alone, `metrics` included.
-- concat skips parts without rows; `metrics` need not have the same keys in every part.
+- padding takes "first" or "last" (default) and leaves meta_info alone.
+- concat skips parts without rows; their `metrics` may have different keys.
 - rename also reaches non_tensor_batch, and never overwrites a key.
-- Files are safetensors, with the rest as JSON: loading executes no code. Loaded and unpickled tensors are on the CPU.
+- Files are safetensors (batch_file.py): loading executes no code. Loaded and unpickled tensors are on the CPU.
 - all_gather returns a new DataProto and accepts different numbers of rows on the ranks.
 - DataProtoFuture wraps concurrent.futures.Future; the parts of one chunk() call share one concatenation.
 - Not here: nested tensors and TensorDicts, num_batch_dims, fold / unfold, an environment switch for auto-padding."""
 
-import base64
 import copy
 import functools
-import json
-import math
 import operator
-import os
-import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,24 +31,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from lib import InputError
-
-# Page faults in fresh memory cost more than copying a large CPU tensor into it. So copies of POOLED_FROM bytes or more
-# reuse the memory of earlier copies: a buffer returns to POOL when its tensor and the last view of it are freed. POOL
-# holds at most POOL_BYTES and drops the least recently used sizes first; POOL_BYTES = 0 turns it off.
-POOLED_FROM, POOL_BYTES = 1 << 18, 1 << 29
-POOL: dict[int, list[np.ndarray]] = {}  # by size; finalizers run in any thread: a race may lose a buffer, not share it
-DOCUMENT = "document"  # the tensor of a saved file that holds the JSON
+from lib import InputError, batch_file
+from lib.batch_values import equal, merged, type_info
 
 
 class DataProtoConfig:
-    """`auto_padding = True` lets every DataProto be chunked unevenly; the key in its meta_info lets a single one."""
+    """Uneven chunks: `auto_padding = True` allows them for all DataProtos, the key in meta_info for one."""
 
     auto_padding = False
     auto_padding_key = "_verl_auto_padding"
@@ -91,6 +77,10 @@ class DataProto:
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {} if self.batch is None else dict(self.batch.items())
 
+    @property
+    def _parts(self) -> dict[str, dict]:
+        return {"batch": self._tensors, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+
     def _map(self, on_tensor: Callable, on_array: Callable, *batch_size: int) -> "DataProto":
         arrays = {key: on_array(x) for key, x in self.non_tensor_batch.items()}
         if self.batch is None:
@@ -99,26 +89,29 @@ class DataProto:
         return self._derive(TensorDict(tensors, batch_size=batch_size, device=self.batch.device), arrays)
 
     def check_consistency(self):
-        """Raise ValueError unless the batch has one batch dimension and the arrays are ndarrays with as many rows."""
+        """Raise ValueError unless there is one batch dimension, and all arrays are ndarrays of as many rows."""
         if self.batch is not None and len(self.batch.batch_size) != 1:
             raise ValueError(f"batch must have one batch dimension, got batch_size {tuple(self.batch.batch_size)}")
-        rows = len(self)
         for key, x in self.non_tensor_batch.items():
+            name = f"non_tensor_batch[{key!r}]"
             if not isinstance(x, np.ndarray) or x.ndim == 0:
-                raise ValueError(f"non_tensor_batch[{key!r}] must be an ndarray with rows, got {type(x).__name__}")
-            if len(x) != rows:
-                raise ValueError(f"non_tensor_batch[{key!r}] has {len(x)} rows, the other keys have {rows}")
+                raise ValueError(f"{name} must be an ndarray with rows, got {type(x).__name__}")
+            if len(x) != len(self):
+                raise ValueError(f"{name} has {len(x)} rows, the other keys have {len(self)}")
 
     @classmethod
     def from_dict(cls, tensors=None, non_tensors=None, meta_info=None, auto_padding=False) -> "DataProto":
-        """From a dict of tensors and a dict of sequences, which become 1-D object arrays unless they are ndarrays."""
+        """From tensors, and sequences that become 1-D object arrays unless they are ndarrays."""
         tensors = tensors or {}
         try:
             batch = TensorDict(tensors, batch_size=(next(iter(tensors.values())).shape[0],)) if tensors else None
         except (RuntimeError, IndexError) as e:
             shapes = {key: tuple(x.shape) for key, x in tensors.items()}
             raise ValueError(f"tensors must have the same number of rows (first dimension), got {shapes}") from e
-        arrays = {k: x if isinstance(x, np.ndarray) else _object_array(x) for k, x in (non_tensors or {}).items()}
+        arrays = {
+            key: x if isinstance(x, np.ndarray) else np.fromiter(x, dtype=object, count=len(x))
+            for key, x in (non_tensors or {}).items()
+        }
         meta_info = dict(meta_info or {})
         if auto_padding:
             meta_info[DataProtoConfig.auto_padding_key] = True
@@ -129,8 +122,9 @@ class DataProto:
         """From one dict, such as a collate_fn's: tensors go to `batch`, ndarrays to `non_tensor_batch`."""
         tensors = {key: x for key, x in data.items() if isinstance(x, torch.Tensor)}
         arrays = {key: x for key, x in data.items() if isinstance(x, np.ndarray)}
-        for key in [key for key in data if key not in tensors and key not in arrays]:
-            raise ValueError(f"data[{key!r}] must be a torch.Tensor or an ndarray, got {type(data[key]).__name__}")
+        for key, x in data.items():
+            if key not in tensors and key not in arrays:
+                raise ValueError(f"data[{key!r}] must be a torch.Tensor or an ndarray, got {type(x).__name__}")
         return cls.from_dict(tensors, arrays, meta_info, auto_padding)
 
     def __len__(self) -> int:
@@ -158,19 +152,15 @@ class DataProto:
         return self[slice(start, end, step)]
 
     def select_idxs(self, idxs) -> "DataProto":
-        """Copies of the rows at these positions (repeated and negative ones allowed), or of a bool mask of all rows."""
+        """Copies of the rows at these positions (negative and repeated ones too), or where a bool mask is true."""
         idxs = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
         if idxs.ndim != 1:
             raise IndexError(f"rows are selected by a 1-D index, got shape {idxs.shape}")
         if idxs.size or idxs.dtype == bool:
             idxs = np.arange(len(self))[idxs]  # numpy checks the range or the mask's length
-        rows, idxs = len(idxs), idxs.astype(np.int64)
+        idxs = idxs.astype(np.int64)
         on_device = functools.cache(functools.partial(torch.from_numpy(idxs).to, non_blocking=True))
-
-        def take(x):
-            return torch.index_select(x, 0, on_device(x.device), out=_recycled(rows, x))
-
-        return self._map(take, lambda x: x[idxs], rows)
+        return self._map(lambda x: x.index_select(0, on_device(x.device)), lambda x: x[idxs], len(idxs))
 
     def reorder(self, indices):
         """Put the rows in the order of `indices`, in place."""
@@ -203,16 +193,14 @@ class DataProto:
 
     def pop(self, batch_keys=(), non_tensor_batch_keys=(), meta_info_keys=()) -> "DataProto":
         """Remove the named keys and return them as a DataProto. Raises KeyError before anything is removed."""
-        batch: Any = {} if self.batch is None else self.batch
-        rows = len(self)
-        parts = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
-        wanted = [dict.fromkeys(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)]
-        for (name, part), keys in zip(parts.items(), wanted):
-            if missing := {*keys}.difference(part.keys()):
-                raise KeyError(f"{name} has no key {min(missing)!r}; it has {sorted(part.keys())}")
-        taken = ({key: part.pop(key) for key in keys} for part, keys in zip(parts.values(), wanted))
+        rows, all_keys = len(self), (batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for (name, part), keys in zip(self._parts.items(), all_keys):
+            if missing := {*(keys or ())} - part.keys():
+                raise KeyError(f"{name} has no key {min(missing)!r}; it has {sorted(part)}")
+        owners: tuple[Any, ...] = self.batch, self.non_tensor_batch, self.meta_info
+        taken = ({key: part.pop(key) for key in dict.fromkeys(keys or ())} for part, keys in zip(owners, all_keys))
         tensors, arrays, meta_info = taken
-        popped = TensorDict(tensors, batch_size=(rows,), device=batch.device) if tensors else None
+        popped = TensorDict(tensors, batch_size=(rows,), device=self.batch.device) if tensors else None
         return self._derive(popped, arrays, meta_info)
 
     def rename(self, old_keys, new_keys) -> "DataProto":
@@ -233,11 +221,9 @@ class DataProto:
         """Add the keys of `other`, in place; returns self. A key that both have must have equal values."""
         if len({len(d) for d in (self, other) if d.batch is not None or d.non_tensor_batch}) > 1:
             raise ValueError(f"union of {len(self)} and {len(other)} rows")
-        ours: tuple[dict, ...] = self._tensors, self.non_tensor_batch, self.meta_info
-        theirs: tuple[dict, ...] = other._tensors, other.non_tensor_batch, other.meta_info
-        for name, old, new in zip(("batch", "non_tensor_batch", "meta_info"), ours, theirs):
-            for key in new:
-                if key in old and not _equal(old[key], new[key]):
+        for (name, ours), theirs in zip(self._parts.items(), other._parts.values()):
+            for key in theirs:
+                if key in ours and not equal(ours[key], theirs[key]):
                     raise ValueError(f"union: {name}[{key!r}] differs between the two")
         if self.batch is None:
             self.batch = None if other.batch is None else other.batch.copy()
@@ -253,7 +239,7 @@ class DataProto:
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times) -> "DataProto":
-        """Repeat row i repeat_times[i] times, copies side by side. repeat_times (B,): tensor, ndarray or sequence."""
+        """Repeat row i repeat_times[i] times, copies side by side. repeat_times (B,): a tensor or a sequence."""
         times = np.asarray(repeat_times.cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         if times.shape != (len(self),) or (times.size and (times.dtype.kind not in "iu" or times.min() < 0)):
             raise ValueError(f"repeat_times must be {len(self)} non-negative integers, got {times!r}")
@@ -264,19 +250,7 @@ class DataProto:
         """All rows, in order. meta_info is merged (ValueError on a conflict); `metrics` become one dict of lists."""
         if not data:
             return DataProto()
-        meta_info: dict = {}
-        metrics: list[dict] = []
-        for d in data:
-            for key, x in d.meta_info.items():
-                if key == "metrics":
-                    metrics += x if isinstance(x, list) else [] if x is None else [x]
-                elif key in meta_info and not _equal(meta_info[key], x):
-                    raise ValueError(f"concat: meta_info[{key!r}] differs between the parts: {meta_info[key]!r}, {x!r}")
-                else:
-                    meta_info[key] = x
-        if metrics:
-            names = dict.fromkeys(name for m in metrics for name in m)
-            meta_info["metrics"] = {name: [m[name] for m in metrics if name in m] for name in names}
+        meta_info = merged([d.meta_info for d in data])
         parts = [d for d in data if len(d)] or data[:1]
         first, rows = parts[0], sum(map(len, parts))
         keys: list[set] = [{*d._tensors, *d.non_tensor_batch} for d in parts]
@@ -286,8 +260,9 @@ class DataProto:
         for key in first._tensors:
             xs = [d.batch[key] for d in parts]
             if len({(x.dtype, x.shape[1:]) for x in xs}) > 1:
-                raise ValueError(f"concat: batch[{key!r}] is of {', '.join(f'{x.dtype} {[*x.shape]}' for x in xs)}")
-            tensors[key] = torch.cat(xs, out=_recycled(rows, *xs))
+                kinds = ", ".join(f"{x.dtype} {[*x.shape]}" for x in xs)
+                raise ValueError(f"concat: batch[{key!r}] is of {kinds}")
+            tensors[key] = torch.cat(xs)
         batch = None if first.batch is None else TensorDict(tensors, batch_size=(rows,), device=first.batch.device)
         arrays = {key: np.concatenate([d.non_tensor_batch[key] for d in parts]) for key in first.non_tensor_batch}
         return first._derive(batch, arrays, meta_info)
@@ -320,8 +295,8 @@ class DataProto:
         return [self._derive(b, {k: x[i : i + split_size] for k, x in arrays}) for i, b in zip(starts, batches)]
 
     def make_iterator(self, mini_batch_size: int, epochs: int, seed=None, dataloader_kwargs=None):
-        """An iterator over the mini-batches of `epochs` passes. `dataloader_kwargs` go to torch's DataLoader
-        ({"shuffle": True}, seeded by `seed`, gives verl's order); without any, it yields views in the rows' order."""
+        """The mini-batches of `epochs` passes: views in the rows' order or, given `dataloader_kwargs`, those of torch's
+        DataLoader ({"shuffle": True}, seeded by `seed`, gives verl's order)."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
         batches: Iterable[DataProto] = self.split(mini_batch_size)
@@ -333,9 +308,10 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """Keys with shapes, dtypes and types, one per line."""
-        lines = ["batch", *(f"  {key}: {tuple(x.shape)} ({x.dtype}) {x.device}" for key, x in self._tensors.items())]
+        tensors = self._tensors.items()
+        lines = ["batch", *(f"  {key}: {tuple(x.shape)} ({x.dtype}) {x.device}" for key, x in tensors)]
         for name, part in (("non_tensor_batch", self.non_tensor_batch), ("meta_info", self.meta_info)):
-            lines += [name, *(f"  {key}: {_type_info(x)}" for key, x in part.items())]
+            lines += [name, *(f"  {key}: {type_info(x)}" for key, x in part.items())]
         return "\n".join(lines)
 
     def print_size(self, prefix=""):
@@ -347,54 +323,38 @@ class DataProto:
 
     def __getstate__(self):
         # Only the bytes of these rows: of a view torch would pickle the whole storage.
-        tensors = {k: (x.dtype, tuple(x.shape), _as_bytes(x.detach().cpu()).numpy()) for k, x in self._tensors.items()}
+        tensors = {
+            key: (x.dtype, tuple(x.shape), _as_bytes(x.detach().cpu()).numpy()) for key, x in self._tensors.items()
+        }
         size = None if self.batch is None else tuple(self.batch.batch_size)
         return size, tensors, self.non_tensor_batch, self.meta_info
 
     def __setstate__(self, state):
-        size, tensors, self.non_tensor_batch, self.meta_info = state
-        tensors = {key: torch.from_numpy(x).view(dtype).view(shape) for key, (dtype, shape, x) in tensors.items()}
+        size, packed, self.non_tensor_batch, self.meta_info = state
+        tensors = {key: torch.from_numpy(x).view(dtype).view(shape) for key, (dtype, shape, x) in packed.items()}
         self.batch = None if size is None else TensorDict(tensors, batch_size=size)
 
     def save_to_disk(self, filepath):
-        """Write a safetensors file. Values may be None, bool, int, float, str, bytes, tensors, ndarrays, numpy scalars,
-        PIL images of 8 bits, and lists, tuples and dicts of them. A tensor, an image or an ndarray of uint8 that rows
-        share is written once, and shared by the loaded rows. Any other value raises InputError with its key and row."""
-        tensors = {f"batch/{key}": x for key, x in self._tensors.items()}
-        encode = _Encoder(tensors)
-        arrays = {key: encode(x, f"non_tensor_batch[{key!r}]") for key, x in self.non_tensor_batch.items()}
-        meta_info = encode(self.meta_info, "meta_info")
-        keys = None if self.batch is None else list(self.batch.keys())
-        document = {"batch": keys, "rows": len(self), "non_tensor_batch": arrays, "meta_info": meta_info}
-        tensors[DOCUMENT] = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-        seen = set()
-        for key, x in tensors.items():
-            x = x.detach().cpu().contiguous()
-            tensors[key] = x.clone() if x.untyped_storage().data_ptr() in seen else x  # safetensors refuses sharing
-            seen.add(x.untyped_storage().data_ptr())
-        filepath = Path(filepath)
-        temporary = filepath.with_name(f"{filepath.name}.{os.getpid()}.tmp")
-        save_file(tensors, temporary)
-        temporary.replace(filepath)
+        """Write a safetensors file. Values may be None, bool, int, float, str, bytes, tensors, ndarrays, numpy
+        scalars, PIL images of 8 bits, and lists, tuples and dicts of them. A tensor, an image or an ndarray of uint8
+        that rows share is written once, and shared by the loaded rows. Any other value raises InputError."""
+        batch = None if self.batch is None else self._tensors
+        batch_file.save(Path(filepath), batch, len(self), self.non_tensor_batch, self.meta_info)
 
     @staticmethod
     def load_from_disk(filepath) -> "DataProto":
         """Read what save_to_disk wrote; executes no code of the file. Raises InputError for any other file."""
         try:
-            tensors = load_file(filepath)
-            document = json.loads(tensors.pop(DOCUMENT).numpy().tobytes())
-            batch = document["batch"]
-            if batch is not None:
-                batch = TensorDict({key: tensors[f"batch/{key}"] for key in batch}, batch_size=(document["rows"],))
-            arrays = {key: _decode(x, tensors) for key, x in document["non_tensor_batch"].items()}
-            return DataProto(batch, arrays, _decode(document["meta_info"], tensors))
-        except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
+            tensors, rows, arrays, meta_info = batch_file.load(filepath)
+            batch = None if tensors is None else TensorDict(tensors, batch_size=(rows,))
+            return DataProto(batch, arrays, meta_info)
+        except batch_file.NOT_A_BATCH as e:
             message = f"{filepath}: not a file of DataProto.save_to_disk, or damaged ({e}); write it anew"
             raise InputError(message) from e
 
     def all_gather(self, group=None) -> "DataProto":
-        """The rows of all ranks of `group`, in the order of ranks, on every rank. Ranks may have different numbers of
-        rows; one without rows may lack the keys too. Each rank keeps its own meta_info. A collective."""
+        """The rows of all ranks of `group`, in the order of ranks. Ranks may have different numbers of rows; one
+        without rows may lack the keys. Each rank keeps its own meta_info. A collective."""
         batch = self._tensors
         spec = {key: (x.dtype, tuple(x.shape[1:])) for key, x in batch.items()}
         parts: list = [None] * dist.get_world_size(group)
@@ -402,10 +362,11 @@ class DataProto:
         keyed = [(rank, s, a) for rank, (_, s, a) in enumerate(parts) if s or a]
         if not keyed:
             return self._derive(self.batch, {})
-        _, spec, arrays = keyed[0]
+        first, spec, arrays = keyed[0]
         for rank, s, a in keyed:
             if s != spec or a.keys() != arrays.keys():
-                raise ValueError(f"all_gather: ranks {keyed[0][0]} and {rank} differ: {spec}, {[*arrays]}; {s}, {[*a]}")
+                keys = f"{spec}, {[*arrays]}; {s}, {[*a]}"
+                raise ValueError(f"all_gather: ranks {first} and {rank} differ: {keys}")
         lengths = [rows for rows, _, _ in parts]
         home = next((x.device for x in batch.values()), torch.device("cpu"))
         cpu_works = "cpu:" in dist.get_backend_config(group)
@@ -457,73 +418,6 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data[:-pad_size] if pad_size else data
 
 
-def _recycled(rows: int, *sources: torch.Tensor) -> torch.Tensor | None:
-    """An uninitialised tensor in pooled memory (see POOL_BYTES) into which `sources` are copied: like sources[0], but
-    with `rows` rows. None where torch should allocate: the tensor is small, not on the CPU, or part of a graph."""
-    like = sources[0]
-    size = rows * math.prod(like.shape[1:]) * like.element_size()
-    if size < POOLED_FROM or not POOL_BYTES or any(x.device.type != "cpu" or x.requires_grad for x in sources):
-        return None
-    step = 1 << size.bit_length() - 3  # four sizes for each doubling, as lengths vary from step to step
-    room = -(-size // step) * step
-    try:
-        buffer = POOL[room].pop()
-    except LookupError:
-        buffer = np.empty(room + 4096, np.uint8)  # numpy takes huge pages from 4 MiB on; torch does not
-    start = -buffer.ctypes.data % 4096  # a copy that starts within a cache line takes 1.5 times as long
-    handle = buffer[start : start + size]  # the tensor, and every view of it, keeps this object alive
-    weakref.finalize(handle, _recycle, room, buffer).atexit = False
-    return torch.from_numpy(handle).view(like.dtype).view(rows, *like.shape[1:])
-
-
-def _recycle(room: int, buffer: np.ndarray):
-    buffers = POOL.pop(room, [])
-    buffers.append(buffer)
-    POOL[room] = buffers  # now the last key: the size used most recently
-    while sum(size * len(POOL.get(size, ())) for size in list(POOL)) > POOL_BYTES:
-        oldest = next(iter(POOL), -1)  # -1: another thread was faster
-        del POOL.get(oldest, [])[:1]
-        if not POOL.get(oldest):
-            POOL.pop(oldest, None)
-
-
-def _object_array(values) -> np.ndarray:
-    return np.fromiter(values, dtype=object, count=len(values))
-
-
-def _equal(a, b) -> bool:
-    """Deep equality in which NaN equals NaN; tensors and arrays must also agree in shape and dtype."""
-    if a is b:
-        return True
-    arrays = (torch.Tensor, np.ndarray)
-    if isinstance(a, arrays) or isinstance(b, arrays):
-        if type(a) is not type(b) or a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        if isinstance(a, torch.Tensor):
-            return a.device == b.device and (torch.equal(a, b) or bool(torch.isclose(a, b, 0, 0, equal_nan=True).all()))
-        if a.dtype == object:
-            return all(x is y or _equal(x, y) for x, y in zip(a.flat, b.flat))
-        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM")
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(x, b[key]) for key, x in a.items())
-    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)
-
-
-def _type_info(x) -> str:
-    if not isinstance(x, (np.ndarray, list, tuple, dict)) or (isinstance(x, dict) and not x):
-        return type(x).__name__
-    if isinstance(x, np.ndarray):
-        return f"ndarray{x.shape} ({x.dtype})"
-    if isinstance(x, list):
-        return f"list[{'|'.join(sorted({_type_info(v) for v in x[:3]})) or '...'}]"
-    if isinstance(x, tuple):
-        return f"tuple({', '.join(map(_type_info, x))})"
-    key, value = next(iter(x.items()))
-    return f"dict[{_type_info(key)}: {_type_info(value)}]"
-
-
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The elements as a flat uint8 tensor; shares memory with a contiguous x."""
     return x.contiguous().view(-1).view(torch.uint8)
@@ -540,79 +434,3 @@ def _gather_rows(x: torch.Tensor, lengths: list[int], group) -> torch.Tensor:
     pieces = out.split(longest)
     dist.all_gather([_as_bytes(piece) for piece in pieces], _as_bytes(x), group=group)
     return out if min(lengths) == longest else torch.cat([piece[:n] for piece, n in zip(pieces, lengths)])
-
-
-class _Encoder:
-    """encode(value, where): JSON, {"!tag": ...} for a type that JSON lacks; tensors and pixels go into `tensors`."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self.tensors = tensors
-        self.names: dict[int, str] = {}  # by id
-
-    def __call__(self, x, where: str):
-        kind = type(x)
-        if kind in (str, int, float, bool, type(None)):
-            return x
-        if kind in (list, tuple):
-            values = [self(v, where) for v in x]
-            return values if kind is list else {"!tuple": values}
-        if kind is dict:
-            items = {key: self(v, f"{where}[{key!r}]") for key, v in x.items()}
-            if all(type(key) is str and not key.startswith("!") for key in x):
-                return items
-            return {"!dict": [[self(key, where), v] for key, v in items.items()]}
-        if kind is bytes:
-            return {"!bytes": base64.b64encode(x).decode()}
-        if isinstance(x, torch.Tensor) and not x.is_sparse:
-            return {"!tensor": self._named(x, lambda: x)}
-        if isinstance(x, Image.Image) and x.mode in ("L", "RGB", "RGBA"):
-            return {"!image": self._named(x, lambda: torch.from_numpy(np.array(x)))}
-        if kind is np.ndarray and x.dtype == np.uint8:
-            return {"!uint8": self._named(x, lambda: torch.from_numpy(np.require(x, requirements=["C", "W"])))}
-        if kind is np.ndarray and x.dtype == object:
-            rows = [self(v, f"{where} row {i}" if x.ndim == 1 else where) for i, v in enumerate(x.flat)]
-            return {"!objects": [list(x.shape), rows]}
-        if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufcSUMm":
-            tag = "!scalar" if isinstance(x, np.generic) else "!array"
-            return {tag: [x.dtype.str, list(x.shape), base64.b64encode(x.tobytes()).decode()]}
-        raise InputError(f"{where}: a value of type {kind.__name__} cannot be saved; drop it or make it plain data")
-
-    def _named(self, x, as_tensor: Callable[[], torch.Tensor]) -> str:
-        """The name under which `tensors` has x, of which rows may have the same object."""
-        if id(x) not in self.names:
-            self.names[id(x)] = f"value/{len(self.tensors)}"
-            self.tensors[self.names[id(x)]] = as_tensor()
-        return self.names[id(x)]
-
-
-def _decode(x, tensors: dict):
-    if isinstance(x, list):
-        return [_decode(v, tensors) for v in x]
-    if not isinstance(x, dict):
-        return x
-    tag = next(iter(x), "")
-    if not tag.startswith("!"):
-        return {key: _decode(v, tensors) for key, v in x.items()}
-    body = _decode(x[tag], tensors)
-    if tag == "!tuple":
-        return tuple(body)
-    if tag == "!dict":
-        return dict(body)
-    if tag == "!bytes":
-        return base64.b64decode(body)
-    if tag == "!tensor":
-        return tensors[body]
-    if tag == "!image":
-        if isinstance(tensors[body], torch.Tensor):  # the first row that has it
-            tensors[body] = Image.fromarray(tensors[body].numpy())
-        return tensors[body]
-    if tag == "!uint8":
-        return tensors[body].numpy()
-    if tag == "!objects":
-        shape, rows = body
-        return _object_array(rows).reshape(shape)
-    if tag in ("!array", "!scalar"):
-        dtype, shape, data = body
-        array = np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).reshape(shape).copy()
-        return array if tag == "!array" else array[()]
-    raise ValueError(f"unknown tag {tag}")

@@ -29,11 +29,12 @@ from lib.model import load, log_probs
 from lib.model.load import decoder_layers
 from lib.model.trained import RowIsolationCheck, TrainedModel
 from lib.model.update_checks import UpdateChecks
-from lib.model.vision import family_of, images_that_fill
+from lib.model.vision import family_of
 from lib.rollout import Rollouts
 from lib.rollout.replay import NoRecorder
 from lib.setup import Inputs
 from planner.fake_gpu import register_fake_gpu
+from planner.images import images_that_fill
 from planner.memory import GIB, Moments
 from planner.roofline import H100, Kernel, Peaks, Speed, fuse, predict, seconds_by_kind
 from planner.trace import Trace, replaced
@@ -171,7 +172,7 @@ class _Step:
         def stepped(model):
             step.phase = "optimizer"
             step.trace.name("gradients", (p.grad for p in model.parameters if p.grad is not None))
-            step.flops += float(model._computed)
+            step.flops += float(model.computed.total)
             metrics = update(model)
             step.open.discard(model.name)
             if not step.open:

@@ -15,10 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from lib import InputError, data_proto
+from lib import InputError
 from lib.data import exchange_groups
 from lib.data_proto import (
-    POOLED_FROM,
     DataProto,
     DataProtoConfig,
     DataProtoFuture,
@@ -200,94 +199,14 @@ def test_sample_level_repeat_of_wrong_times(times):
         make(3).sample_level_repeat(times)
 
 
-def test_large_tensors_take_the_same_way_round():
-    width = POOLED_FROM // 8 // 4 + 3  # 4 int64 rows and more use pooled memory
-    for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.bool):
-        x = torch.randint(0, 2, (9, width)).to(dtype)
-        data = DataProto.from_dict({"x": x})
-        order = torch.randperm(9)
-        assert torch.equal(data[order].batch["x"], x[order])
-        assert torch.equal(data.repeat(3).batch["x"], x.repeat_interleave(3, dim=0))
-        assert torch.equal(data.repeat(3, interleave=False).batch["x"], x.repeat(3, 1))
-        assert torch.equal(DataProto.concat([data[:4], data[4:]]).batch["x"], x)
-        assert data[order].batch["x"].dtype == dtype
-
-
-def test_memory_is_used_again_only_after_its_last_view_has_died(monkeypatch):
-    monkeypatch.setattr(data_proto, "POOL", {})
-    x = torch.arange(4)[:, None].expand(4, POOLED_FROM // 16).contiguous()
-    data = DataProto.from_dict({"x": x})
-    first = data.repeat(1)
-    view, array = first.batch["x"][1:2], first[3:].batch["x"].numpy()
-    pointer = first.batch["x"].data_ptr()
-    del first
-    assert not data_proto.POOL
-    second = data.repeat(1)
-    second.batch["x"][:] = 9
-    assert view.unique().tolist() == [1] and np.unique(array).tolist() == [3]
-    del view, array
-    assert [len(buffers) for buffers in data_proto.POOL.values()] == [1]
-    third = data[[3, 2, 1, 0]]
-    assert third.batch["x"].data_ptr() == pointer and third.batch["x"][:, -1].tolist() == [3, 2, 1, 0]
-    assert second.batch["x"].unique().tolist() == [9]
-
-
-def test_the_memory_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(data_proto, "POOL", {})
-    monkeypatch.setattr(data_proto, "POOL_BYTES", 3 * POOLED_FROM)
-    x = torch.zeros(4, POOLED_FROM // 16)
-    copies = [DataProto.from_dict({"x": x}).repeat(1) for _ in range(5)]
-    del copies
-    assert sum(map(len, data_proto.POOL.values())) == 3
-
-
-def test_the_sizes_used_least_recently_go_first(monkeypatch):
-    monkeypatch.setattr(data_proto, "POOL", {})
-    monkeypatch.setattr(data_proto, "POOL_BYTES", 6 * POOLED_FROM)
-    for rows in (4, 8, 4, 12, 4):  # 1, 2 and 3 units; the third and the last find a buffer
-        DataProto.from_dict({"x": torch.zeros(rows, POOLED_FROM // 16)}).repeat(1)
-    assert {room // POOLED_FROM: len(buffers) for room, buffers in data_proto.POOL.items()} == {2: 1, 3: 1, 1: 1}
-    DataProto.from_dict({"x": torch.zeros(4, POOLED_FROM // 16)}).repeat(5)
-    assert {room // POOLED_FROM: len(buffers) for room, buffers in data_proto.POOL.items()} == {1: 1, 5: 1}
-
-
-def test_without_a_pool_torch_allocates(monkeypatch):
-    monkeypatch.setattr(data_proto, "POOL", {})
-    monkeypatch.setattr(data_proto, "POOL_BYTES", 0)
-    x = torch.arange(4)[:, None].expand(4, POOLED_FROM // 16).contiguous()
-    data = DataProto.from_dict({"x": x})
-    for copied in (data.repeat(1), data[[0, 1, 2, 3]], DataProto.concat([data[:1], data[1:]])):
-        assert torch.equal(copied.batch["x"], x) and copied.batch["x"].untyped_storage().resizable()
-    del copied
-    assert data_proto.POOL == {}
-
-
-def test_the_pool_serves_threads(monkeypatch):
-    monkeypatch.setattr(data_proto, "POOL_BYTES", 4 * POOLED_FROM)
-
-    def work(value):
-        data = DataProto.from_dict({"x": torch.full((4, POOLED_FROM // 32), value)})
-        results = [data.repeat(2) for _ in range(3)]
-        return all((result.batch["x"] == value).all() for result in results)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(60)))
-
-
 def test_gradients_pass_through():
-    x = torch.zeros(4, POOLED_FROM // 16, requires_grad=True)
+    x = torch.zeros(4, 3, requires_grad=True)
     data = DataProto.from_dict({"x": x})
     total = sum(
         d.batch["x"][:, 0].sum() for d in (data.repeat(2), data[[0, 0]], DataProto.concat([data[:2], data[2:]]))
     )
     total.backward()
     assert x.grad[:, 0].tolist() == [5.0, 3.0, 3.0, 3.0]
-
-
-def test_repeated_tensors_can_be_shared_with_processes():
-    x = make(4, width=POOLED_FROM // 16).repeat(2).batch["tokens"]
-    before = x.clone()
-    assert torch.equal(x.share_memory_(), before) and x.is_shared()
 
 
 # --- parts

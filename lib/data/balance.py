@@ -19,13 +19,14 @@ def balance_groups(
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Plans which rank trains on which groups, so that all ranks have about the same cost. A collective.
 
-    A group is `group_size` consecutive rows of one prompt, and stays whole. A mini-batch, the union of all ranks' m-th
-    parts, keeps the same rows, so its loss and gradient do not change. Every rank keeps its number of rows.
+    A group, `group_size` consecutive rows of one prompt, stays whole. A mini-batch, the union of all ranks' m-th parts,
+    keeps its rows, so that its loss and gradient do not change. Every rank keeps its number of rows.
 
-    Returns (plan, metrics): plan[r] are the groups of rank r, numbered over all ranks, for `exchange_groups`. The
-    metrics perf/imbalance_sampled (before the exchange) and perf/imbalance (after it) are the cost of the costliest
-    rank of each mini-batch, summed over mini-batches, over the mean cost of a rank."""
-    ranks, cost = dist.get_world_size(), all_gather_lists(group_costs(batch, model, group_size, share_prompts))
+    Returns (plan, metrics): plan[r] are the groups of rank r, numbered over all ranks, for `exchange_groups`.
+    perf/imbalance_sampled (before the exchange) and perf/imbalance (after it) are the sum over mini-batches of the
+    costliest rank's cost, over the mean cost of a rank."""
+    ranks = dist.get_world_size()
+    cost = all_gather_lists(group_costs(batch, model, group_size, share_prompts))
     numbers = np.arange(len(cost)).reshape(ranks, num_mini_batches, -1)  # of the groups
     plan: list[list[int]] = [[] for _ in range(ranks)]
     as_sampled = by_plan = 0.0
@@ -56,15 +57,14 @@ def pad_rows(batch: DataProto, P: int, T: int) -> DataProto:
 
 
 def equal_widths(batch: DataProto) -> DataProto:
-    """The batch, padded in place to the widest prompts and responses of all ranks, which may have joined batches of
-    their own widths. A collective."""
+    """The batch, padded in place to the widest prompts and responses of all ranks. A collective."""
     tensors = batch.batch["prompts"], batch.batch["response_mask"]
     return pad_rows(batch, *(all_reduce_max(x.shape[1], x.device) for x in tensors))
 
 
 def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
-    """The groups that the plan of `balance_groups` gives this rank, in the plan's order. A collective. Tensors and
-    objects move; each rank keeps its meta_info. A batch may have any number of rows per group, and any widths."""
+    """The groups that the plan of `balance_groups` gives this rank, in its order. Each rank keeps its meta_info.
+    Batches may have any number of rows per group, and any widths. A collective."""
     if len(plan) == 1:
         return batch
     batch = equal_widths(batch)
@@ -81,10 +81,10 @@ def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
 
 
 def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share_prompts: bool) -> list[float]:
-    """FLOPs of a forward pass of each group, as a multiple of one token's FLOPs in the linear layers. With N weights
-    there, a token takes 2 N FLOPs in them. With L attention layers and D = heads x head size, it takes 4 L D in
-    attention for each token before it. So s tokens cost s + s^2 L D / N, and p patches of images p M / N, with M
-    weights in the vision tower. With `share_prompts` a prompt counts once. N leaves out a mixture's experts."""
+    """FLOPs of each group's forward pass, in units of a token's FLOPs in the linear layers, 2 N for N weights (without
+    a mixture's experts). With L attention layers and D = heads x head size, a token takes 4 L D for each token before
+    it. So s tokens cost s + s^2 L D / N, and p patches of images p M / N, with M weights in the vision tower. With
+    `share_prompts` a prompt counts once."""
     linear = {layer: layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
     weights, of_tower, patches = sum(linear.values()), 0, torch.zeros(len(batch))
     if hasattr(model.config, "vision_config"):
@@ -102,7 +102,7 @@ def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share
 
 
 def count_patches(batch: DataProto, size: int) -> torch.Tensor:
-    """(B,) float64, on the CPU: the patches, of size x size pixels, of each row's images and videos."""
+    """(B,) float64, on the CPU: the patches of size x size pixels of each row's images and videos."""
     counts = torch.zeros(len(batch), dtype=torch.float64)
     for i, inputs in enumerate(batch.non_tensor_batch.get("multi_modal_inputs", ())):
         for name in inputs.keys() & {"pixel_values", "pixel_values_videos"}:
@@ -112,8 +112,8 @@ def count_patches(batch: DataProto, size: int) -> torch.Tensor:
 
 
 def attention_width(model: PreTrainedModel) -> float:
-    """Layers x heads x head size, of the layers that attend. Keys and values may differ in size, as in latent
-    attention: then a head's size is their mean."""
+    """Layers x heads x head size, of the layers that attend. A head's size is the mean of keys' and values', which
+    differ in latent attention."""
     config, width = model.config.get_text_config(), 0.0
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     heads_of = getattr(config, "num_attention_heads_per_layer", None)
@@ -129,8 +129,8 @@ def attention_width(model: PreTrainedModel) -> float:
 
 
 def longest_first(costs: list[float], parts: int) -> list[list[int]]:
-    """Splits the indices of `costs` into `parts` lists of equal length whose sums of costs are close to each other:
-    each cost, from the largest down, goes to the list of smallest sum that has room (LPT scheduling)."""
+    """Splits the indices of `costs` into `parts` lists of equal length and similar sums: each cost, from the largest
+    down, goes to the list of smallest sum that has room (LPT scheduling)."""
     lists: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0.0, part) for part in range(parts)]  # (sum, list) of those with room
     for n in sorted(range(len(costs)), key=lambda i: -costs[i]):

@@ -22,8 +22,8 @@ def _parsed(text: str) -> nodes.Template:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, path: str) -> None:
-    """Gives a tokenizer or processor the chat template of --chat-template: "" leaves its own, "none" takes it away.
-    Raises InputError for a file that cannot be read or is no template."""
+    """Sets the template of --chat-template: "" leaves the tokenizer's or processor's own, "none" removes it. Raises
+    InputError for a file that cannot be read or is no template."""
     if not path:
         return
     if path == "none":
@@ -49,9 +49,9 @@ def question_of(messages: list[dict]) -> int:
 
 
 def left_out(messages: list[dict], text: str, render: Callable[[list[dict]], str]) -> list[int]:
-    """The numbers of the messages whose text the chat template does not write into `text`, its output: nothing changes
-    with what stands before or behind it. Of the question neither end nor the middle may be without effect.
-    render raises InputError for messages that the template refuses."""
+    """The numbers of the messages that the chat template leaves out of `text`, its output: adding to their beginning or
+    end changes nothing. Of the question, both ends and the middle must have an effect. render raises InputError for
+    messages that the template refuses."""
 
     def has_effect(i: int, change: Callable[[str], str]) -> bool:
         message = messages[i] | {"content": _changed(messages[i]["content"], change)}
@@ -97,6 +97,5 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: dict) -> N
     arguments = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"kwargs"}
     if unknown := kwargs.keys() - reads - arguments:
         known = ", ".join(sorted(reads - arguments - {"messages"})) or "none"
-        raise InputError(
-            f"--chat-template-kwargs: the model's template does not read {unknown.pop()}; it reads {known}"
-        )
+        what = f"the model's template does not read {unknown.pop()}; it reads {known}"
+        raise InputError(f"--chat-template-kwargs: {what}")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -50,30 +50,25 @@ class PromptDataset(Protocol):
 
 
 class RLHFDataset(Dataset):
-    """The tokenized prompts of one or several sources (see read_rows), one source after the other. columns,
-    prompt_template, system_prompt: which columns of a row are what (see RowForm). A prompt goes through the chat
-    template; if the tokenizer has none, it must be one text, and is tokenized as it is. max_samples: use at most
-    this many rows of all sources together, drawn with a fixed seed; a larger number has the rows of a smaller one too.
+    """The tokenized prompts of one or several sources (see read_rows), one after the other. A prompt goes through the
+    chat template; without one it must be a single text. Items have the columns that lib/columns.py lists for this file,
+    and input_ids, attention_mask, position_ids, each (P,) with P = max_prompt_length, left-padded.
 
-    Items hold the columns that lib/columns.py lists for this file, and input_ids, attention_mask, position_ids, each
-    (P,) int64 with P = max_prompt_length, left-padded with the pad token (eos where the tokenizer has none).
+    The constructor tokenizes every row once, so that a bad row stops the run before a model loads.
 
-    The constructor templates and tokenizes every row once, so that a bad row stops the run before a model loads. It
-    leaves out a prompt longer than P if filter_overlong_prompts; otherwise `truncation` says what is cut: "left" (the
-    start), "right" (the end), "middle", or "error". `dropped` counts the rows left out, by reason; `truncated` those
-    that will be cut; `without_ground_truth` and `with_images` are file and number of the first such kept row,
-    `without_tools_kwargs` those of the first that needs some (extra_info's need_tools_kwargs) and has none. Unless
-    allow_special_tokens, a space breaks up text that spells a special token, in raw_prompt too; `escaped` counts these.
-    `incomplete` counts those of which the chat template leaves out a message; the last one of the user it must write.
-    The template gets the `tools` of chat_template_kwargs, schemas, or those that the row names: `shown_tools`.
+    truncation: what a prompt longer than P loses unless filter_overlong_prompts leaves it out: "left" (its start),
+    "right" (its end), "middle", or "error". columns, prompt_template, system_prompt: see RowForm.
+    allow_special_tokens: otherwise a space breaks up text that spells a special token, in raw_prompt too.
+    max_samples: at most so many rows of all sources, drawn with a fixed seed; a larger number includes a smaller one's.
+    num_proc: processes for the first pass; None: 1 for a small set, else this rank's CPUs, at most 16.
+    vision: rows may have images and videos (docs/data.md). input_ids have a placeholder for each feature of an image,
+    raw_prompt_ids one for each image; position_ids are (4, P) with mrope. A prompt with images is never cut.
 
-    With `vision`, a row's images and videos are those of its columns "images" and "videos", in the order of <image> and
-    <video> in its messages (docs/data.md). Then input_ids have a placeholder for each feature of an image, and their
-    number counts for P; raw_prompt_ids have one for each image; position_ids are (4, P) for a model with mrope. A row
-    with more than vision.max_images is left out, and a prompt with images is never cut.
+    Attributes: `dropped`, rows left out by reason; the numbers of rows that are `truncated`, `escaped` (a special token
+    was broken up) and `incomplete` (the chat template leaves out a message; never the user's last one); file and number
+    of the first row `without_ground_truth`, `with_images`, and `without_tools_kwargs` though it needs some.
 
-    num_proc: processes for this pass; None is 1 for a small set, else the CPUs of this rank, at most 16. Raises
-    InputError, with file and row (counted from 0), for anything wrong in the files."""
+    Raises InputError, with file and row (counted from 0), for anything wrong in the files."""
 
     def __init__(
         self,
@@ -92,12 +87,6 @@ class RLHFDataset(Dataset):
         num_proc: int | None = None,
         vision: Vision | None = None,
     ):
-        if truncation not in ("left", "right", "middle", "error"):
-            raise InputError(f"truncation={truncation!r}: use left, right, middle or error")
-        if max_prompt_length < 1:
-            raise InputError(f"max_prompt_length={max_prompt_length}: must be at least 1")
-        if max_samples is not None and max_samples < 1:
-            raise InputError(f"max_samples={max_samples}: must be at least 1, or None for all rows")
         self.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         if self.pad_token_id is None:
             raise InputError(f"tokenizer {tokenizer.name_or_path}: neither a pad nor an eos token; set pad_token")
@@ -227,7 +216,7 @@ class RLHFDataset(Dataset):
         return messages
 
     def _with_media(self, row: int, fields: dict) -> tuple[list[dict], list, list]:
-        """The messages with <image> and <video> as content parts, and the images and videos as they are in the row."""
+        """(messages with <image> and <video> as content parts, images, videos), media as they are in the row."""
         messages = self._messages(row, fields.get("prompt"))
         if self.vision is None:
             if any(fields.get(key) for key in MEDIA_COLUMNS):
@@ -240,7 +229,7 @@ class RLHFDataset(Dataset):
         return self.vision.messages(messages, {"image": images, "video": videos}, self._where(row)), images, videos
 
     def _prompt(self, row: int, fields: dict, messages: list[dict], images: list, videos: list) -> Prompt:
-        """The chat template writes the special tokens. Without one, the prompt begins with those of `start_of_text`."""
+        """Special tokens are the chat template's, or without one those of `start_of_text`."""
         plain = self.escape_special_tokens(messages) if self.escape_special_tokens else messages
         templated, kwargs = bool(self.tokenizer.chat_template), self._template_kwargs(row, fields)
         text = self._templated(row, kwargs, plain) if templated else self._only_text(row, plain)
@@ -288,7 +277,7 @@ class RLHFDataset(Dataset):
             raise self._error(row, f"the chat template refuses this prompt: {reason}") from error
 
     def _left_out(self, row: int, prompt: Prompt) -> bool:
-        """Whether the chat template leaves a message out. Raises InputError if it is what the user asks."""
+        """Whether the chat template leaves a message out. Raises InputError if it is the user's question."""
         messages = prompt.messages
         render = partial(self._templated, row, prompt.template_kwargs)
         found = left_out(messages, prompt.text, render) if self.tokenizer.chat_template else []
@@ -299,7 +288,7 @@ class RLHFDataset(Dataset):
 
     def _check_row(self, row: int) -> tuple[int, bool, bool, int, bool, bool]:
         """Checks a row. Returns the prompt's tokens (0 with too many images), whether it has a ground truth, whether a
-        special token in it was broken up, the number of its images or videos, whichever is more, whether the template
+        special token was broken up, the number of its images or of its videos, the larger one, whether the template
         leaves out a message, and whether its tools_kwargs are missing."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
@@ -331,22 +320,21 @@ class RLHFDataset(Dataset):
         # Forked processes inherit the rows, without pickling. A Pool would hang if one of its processes were killed.
         global _forked
         _forked = self
-        bounds = np.linspace(0, len(rows), 4 * num_proc + 1).astype(int).tolist()
         fork = multiprocessing.get_context("fork")
-        # OpenMP's threads are not there after a fork: an operation that waits for them would hang.
+        # OpenMP's threads do not survive a fork: an operation that waits for them would hang.
         with ProcessPoolExecutor(num_proc, fork, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            checked = list(pool.map(_check_rows_of_forked, [rows[i:j] for i, j in pairwise(bounds)]))
+            checked = list(pool.map(_check_rows_of_forked, np.array_split(rows, 4 * num_proc)))
         _forked = None
         return np.concatenate(checked)
 
     @property
     def data_sources(self) -> set[str]:
-        """Every data_source among the kept rows: what the reward must know."""
+        """Of the kept rows: what the reward must know."""
         return {self._row(int(row))["data_source"] for row in self.kept}
 
     @property
     def source_sizes(self) -> list[int]:
-        """The number of kept rows of each source; these come one source after the other."""
+        """The number of kept rows of each source."""
         sources = np.searchsorted(self._ends, self.kept, side="right")
         return np.bincount(sources, minlength=len(self._ends)).tolist()
 
@@ -388,8 +376,8 @@ class RLHFDataset(Dataset):
 
 
 def data_sources_of(sources: Sequence[tuple[str, Any]], column: str = "data_source") -> list[str]:
-    """For each (name, rows), the data_source of rows without this column: the file's name without its ending, with its
-    folder's where several files have this name, or the id of the data set on the hub. "" if there is the column."""
+    """For each (name, rows), the data_source of rows without this column: the file's stem (with its folder's name where
+    several files share it), or the data set's hub id. "" if the column exists."""
     files = {name: Path(name).expanduser().absolute().with_suffix("") for name, _ in sources}
     stems = Counter(file.name for file in files.values())
     found = []
@@ -402,8 +390,8 @@ def data_sources_of(sources: Sequence[tuple[str, Any]], column: str = "data_sour
 
 
 class UndecodedRows:
-    """The rows of a data set, with images as files hold them, {"bytes": ..., "path": ...}: the datasets library would
-    decode them at each reading, and its errors name neither file nor row."""
+    """The rows of a data set with images as {"bytes": ..., "path": ...}: the datasets library would decode them at each
+    reading, and its errors name neither file nor row."""
 
     def __init__(self, rows: "datasets.Dataset"):
         self.rows = rows.with_format("arrow")
@@ -418,14 +406,13 @@ class UndecodedRows:
 _forked: RLHFDataset | None = None  # what the processes of _check_rows inherit
 
 
-def _check_rows_of_forked(rows: list[int]) -> np.ndarray:
+def _check_rows_of_forked(rows: np.ndarray) -> np.ndarray:
     assert _forked is not None
-    return np.array([_forked._check_row(row) for row in rows], dtype=np.int64).reshape(-1, 6)
+    return np.array([_forked._check_row(row) for row in rows.tolist()], dtype=np.int64).reshape(-1, 6)
 
 
 def load_dataset_class(spec: str) -> Callable[..., PromptDataset]:
-    """The class of "path/to/file.py:ClassName", which scripts call with RLHFDataset's arguments. Raises InputError,
-    also for a class that is no torch.utils.data.Dataset or has no length."""
+    """The class of "path/to/file.py:ClassName", which scripts call with RLHFDataset's arguments. Raises InputError."""
     found = load_object("--dataset-class", spec)
     is_data_set = isinstance(found, type) and issubclass(found, Dataset)
     if not is_data_set:

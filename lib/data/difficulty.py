@@ -1,5 +1,5 @@
-"""Which prompts are worth sampling. A group whose responses all have the same score has no advantage, whether the
-prompt is solved or hopeless. So a prompt is as useful as its last scores vary."""
+"""Which prompts are worth sampling. A group of equal scores has no advantage, whether the prompt is solved or hopeless:
+a prompt is as useful as its last scores vary."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from lib.distributed import all_gather_lists
 
 
 class Difficulty:
-    """The history of each of N rows of a data set, the same on all ranks. skip_after: a row is skipped after so many
-    groups in a row whose scores were equal. share: probability that a skipped row is sampled anyway; in `draw`, the
-    part of the probability that is uniform over all rows."""
+    """The history of each row of a data set, the same on all ranks. skip_after: a row is skipped after so many
+    consecutive groups of equal scores. share: the probability that a skipped row is sampled anyway; in `draw`, the
+    share of the probability that is uniform over all rows."""
 
     def __init__(self, num_rows: int, skip_after: int, share: float):
         self.skip_after, self.share = skip_after, share
@@ -39,8 +39,7 @@ class Difficulty:
         return self.alike[row] >= self.skip_after and rng.random() >= self.share
 
     def draw(self, n: int, rng: np.random.Generator, rows: range) -> list[int]:
-        """n of the rows, in proportion to the variance of their last scores. A row not seen counts as the best one
-        seen."""
+        """n of the rows, in proportion to the variance of their last scores; of an unseen row the largest one seen."""
         variance, N = self.variance[rows.start : rows.stop], len(rows)
         seen = ~np.isnan(variance)
         weights = np.where(seen, variance, variance[seen].max(initial=0.0))

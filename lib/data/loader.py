@@ -25,8 +25,8 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Tensors are stacked to (B, ...); everything else becomes a 1-D object array (B,). input_ids, attention_mask and
-    position_ids (B, P), with mrope (B, 4, P), lose the columns that are padding in all rows."""
+    """Tensors are stacked to (B, ...), the rest becomes 1-D object arrays (B,). input_ids, attention_mask and
+    position_ids lose the columns that are padding in all rows."""
     batch: dict[str, torch.Tensor | np.ndarray] = {}
     for key in items[0]:
         values = [item[key] for item in items]
@@ -41,8 +41,8 @@ def collate_fn(items: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
 
 
 def _collate_in_worker(items: list[dict]) -> dict:
-    """Torch sends a tensor, also one in an object, as a file descriptor that stays open while the tensor lives: a few
-    hundred prompts with images would reach the limit of a process, and the loader then hangs. So pixels go as bytes."""
+    """Pixels go as bytes: torch sends a tensor as a file descriptor that stays open while the tensor lives. A few
+    hundred prompts with images would reach a process's limit, and the loader would hang."""
     batch: dict = collate_fn(items)
     if "multi_modal_inputs" in batch:
         batch["multi_modal_inputs"] = pickle.dumps(batch["multi_modal_inputs"])
@@ -51,10 +51,11 @@ def _collate_in_worker(items: list[dict]) -> dict:
 
 @dataclass(eq=False)
 class _StepSampler:
-    """Yields, step after step and without end, the rows of the stream that belong to this rank.
+    """Yields this rank's rows of the stream, step after step, without end.
 
-    Each source has a part of [0, 1) as long as its weight. Place k of the stream is of the source in whose part k x
-    0.618... modulo 1 lies: these numbers are spread evenly, so any stretch has each source's share to a few rows."""
+    Each source has a part of [0, 1) as long as its weight. Place k of the stream belongs to the source in whose part
+    k x 0.618... modulo 1 lies: these numbers are spread evenly, so any stretch has each source's share to a few rows.
+    """
 
     sources: Sequence[range]  # the rows of each source, or of all as one
     weights: Sequence[float]  # of each source; their sum is 1
@@ -74,17 +75,20 @@ class _StepSampler:
         self._place, self._taken = 0, np.zeros(len(self.sources), dtype=int)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        """Of each row its place in what is handed out, over all ranks, and its number."""
+        """(the row's place in the stream of all ranks, its number) of each row of a step."""
         position, own = self.start, slice(self.rank, None, self.world_size)
         while True:
             self.given = self._step(position)[own]
-            yield list(zip(range(position, position + self.prompts_per_step)[own], self.given))
+            places = range(position, position + self.prompts_per_step)[own]
+            yield list(zip(places, self.given))
             position += self.prompts_per_step
 
     def _step(self, position: int) -> list[int]:
         """The rows of the step that begins after `position` rows, over all ranks."""
-        rng, rows = np.random.default_rng([self.seed, position]), np.empty(self.prompts_per_step, dtype=int)
-        taken, source = self.taken(position), self._source_of(np.arange(position, position + len(rows)))
+        rng = np.random.default_rng([self.seed, position])
+        rows = np.empty(self.prompts_per_step, dtype=int)
+        source = self._source_of(np.arange(position, position + len(rows)))
+        taken = self.taken(position)
         for s in range(len(self.sources)):
             own = np.flatnonzero(source == s)
             rows[own] = self._next(s, int(taken[s]), len(own), rng)
@@ -103,13 +107,17 @@ class _StepSampler:
         return self._taken
 
     def _next(self, s: int, taken: int, n: int, rng: np.random.Generator) -> list[int]:
-        """The next n rows of source s, of which `taken` have come."""
+        """The next n rows of source s, after the `taken` first ones."""
         if self.sampling == "variance":
             return self.difficulty.draw(n, rng, self.sources[s])
         if self.sampling == "uniform":
             return [self._row(s, k) for k in range(taken, taken + n)]
+        return self._next_informative(s, taken, n, rng)
+
+    def _next_informative(self, s: int, taken: int, n: int, rng: np.random.Generator) -> list[int]:
+        """The next n rows without those that `difficulty` skips, at most an epoch of them."""
         rows: list[int] = []
-        last = self.skipped[s] + len(self.sources[s])  # after a whole epoch of skips, prompts come as they are
+        last = self.skipped[s] + len(self.sources[s])
         while len(rows) < n:
             row = self._row(s, taken + int(self.skipped[s]) + len(rows))
             if self.skipped[s] < last and self.difficulty.skips(row, rng):
@@ -130,7 +138,7 @@ class _StepSampler:
 
 
 class _SeededRows:
-    """What the data set draws for a row depends on the seed and the row's place in the stream."""
+    """What the data set draws for a row depends on the seed and on the row's place in the stream."""
 
     def __init__(self, dataset: PromptDataset, seed: int):
         self.dataset, self.seed = dataset, seed
@@ -145,11 +153,11 @@ class _SeededRows:
 
 
 class PromptLoader(StatefulDataLoader):
-    """See make_loader. `position` is the number of rows of the stream that were handed out, over all ranks, not those
-    that workers have only prepared. The state fits any world size and num_workers; torchdata's only as many workers."""
+    """See make_loader. `position`: rows of the stream that were handed out, over all ranks, without those that workers
+    only prepared. The state fits any number of ranks and workers; torchdata's fits only as many workers."""
 
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
-        # Its own generator: otherwise worker seeds come from the global one, at another point of it after a resume.
+        # Its own generator: the global one, which gives worker seeds otherwise, differs after a resume.
         generator = torch.Generator().manual_seed(sampler.seed)
         collate = _collate_in_worker if num_workers else collate_fn
         rows = _SeededRows(dataset, sampler.seed)
@@ -173,7 +181,7 @@ class PromptLoader(StatefulDataLoader):
         return self.batch_sampler.sampling != "uniform"
 
     def record_scores(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
-        """How responses scored to the prompts of these rows (`data_row` of a batch), of this rank. A collective."""
+        """The scores of this rank's responses to the prompts of these rows (`data_row`). A collective."""
         self.batch_sampler.difficulty.record_scores(rows, scores)
 
     def metrics(self) -> dict[str, float]:
@@ -225,26 +233,17 @@ def make_loader(
     share: float = 0.1,
     weights: Sequence[float] = (),
 ) -> PromptLoader:
-    """An endless loader of one rank's share, prompts_per_step / world_size rows, of each step's prompts.
+    """An endless loader of this rank's prompts_per_step / world_size rows of each step.
 
     The stream has the data set's rows, shuffled anew each epoch. A step takes the next prompts_per_step rows, also
-    across an epoch's end, and rank r takes every world_size-th of them from the r-th on. So each epoch has each row
-    once, and the union over the ranks does not depend on their number. Raises InputError for impossible sizes.
+    across an epoch's end, and rank r every world_size-th of them from the r-th on: the union over ranks does not depend
+    on their number. Raises InputError for impossible sizes.
 
-    sampling: "skip" leaves rows of the stream out, "variance" draws the rows of a step, by the scores of earlier steps
-    (lib/data/difficulty.py has skip_after and share); they need num_workers 0, as workers take rows in advance.
-
-    weights: of the data set's sources (its `source_sizes`). Each step then has about this share of each, and an epoch
-    is one of a source."""
+    sampling: by the scores of earlier steps, "skip" leaves rows of the stream out, "variance" draws the rows of a step
+    (skip_after, share: difficulty.py). These need num_workers 0, as workers take rows in advance.
+    weights: the share in each step of each of the data set's sources (`source_sizes`); an epoch is then a source's."""
     if prompts_per_step < 1 or prompts_per_step % world_size:
-        above = (max(prompts_per_step, 1) // world_size + 1) * world_size
-        rest = f"(prompts_per_step % world_size = {prompts_per_step % world_size})"
-        must = f"must be a positive multiple of world_size={world_size} {rest}; use {above}, say"
-        raise InputError(f"prompts_per_step={prompts_per_step} {must}")
-    if not 0 <= rank < world_size:
-        raise InputError(f"rank={rank}: must be in 0..{world_size - 1} for world_size={world_size}")
-    if seed < 0:
-        raise InputError(f"seed={seed}: must not be negative")
+        raise InputError(f"prompts_per_step={prompts_per_step} must be a positive multiple of world_size={world_size}")
     if len(dataset) == 0:
         raise InputError("the data set has no rows")
     sizes = [len(dataset)]

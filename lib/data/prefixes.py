@@ -1,5 +1,5 @@
-"""The prefixes that sequences have in common: the prompt of a group, and contexts that the segments of an agent's
-episodes repeat. A node of the tree is a run of tokens that is computed once for all sequences on whose path it is."""
+"""The prefixes that sequences share: the prompt of a group, and contexts that an agent's turns repeat. A node of the
+tree is a run of tokens that is computed once for all sequences on whose path it is."""
 
 import itertools
 from typing import NamedTuple
@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from lib.data.vision import text_positions
 from lib.data_proto import DataProto
 
-MIN_SHARED = 16
-"""Tokens that a run must have to be shared, if it is not a whole prompt: each node is a further piece for attention"""
+MIN_SHARED = 16  # tokens of a shared run that is not a whole prompt: each node is one more piece for attention
 
 
 class PrefixTree(NamedTuple):
@@ -23,11 +22,11 @@ class PrefixTree(NamedTuple):
     above: list[int]  # for each node, the tokens of its path before its own
     rows: list[list[int]]  # for each node, the row of each sequence on whose path it is
     token: torch.Tensor  # (N,), node by node: indices into the flattened input_ids
-    place: torch.Tensor  # (B * L,): indices into these N, also of tokens that another row's stand for; -1 without one
+    place: torch.Tensor  # (B * L,): indices into these N; tokens that rows share have the same one; -1: left out
 
     def kind(self, node: int) -> tuple[int, int]:
-        """Attention takes nodes of one kind together: roots of equal length; others of about equal length, with equally
-        many tokens above them."""
+        """Attention takes nodes of one kind together: roots of equal length, or nodes with equally many tokens above
+        them and of about equal length."""
         return _kind(self.above[node], self.lengths[node])
 
     @property
@@ -44,8 +43,7 @@ class _Node(NamedTuple):
 
 
 def prompt_groups(batch: DataProto) -> torch.Tensor:
-    """(B,) numbers, equal for rows of equal prompts: the attended tokens of `input_ids` before the response, and the
-    images, if there are any: equal tokens may stand for others."""
+    """(B,) numbers, equal for rows of equal prompts: the attended tokens before the response, and the images."""
     prompts = batch.batch["input_ids"].where(batch.batch["attention_mask"].bool(), -1)
     prompts = prompts[:, : -batch.batch["response_mask"].shape[1]]
     if "multi_modal_hash" in batch.batch:
@@ -54,13 +52,13 @@ def prompt_groups(batch: DataProto) -> torch.Tensor:
 
 
 def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) -> PrefixTree:
-    """The tree of the sequences of a batch on the CPU, of its LAYOUT and multi_modal_hash. A row may hold several
+    """The tree of a batch's sequences, from its LAYOUT and multi_modal_hash on the CPU. A row may hold several
     consecutive sequences (agent): one begins wherever position_ids is 0. share: False makes each sequence a node.
-    whole: True keeps what follows the last position of a sequence that predicts a trained token; no result depends on
-    it. A batch without trained tokens is kept whole.
+    whole: also what follows the last position of a sequence that predicts a trained token; no result depends on it.
+    A batch without trained tokens is always whole.
 
-    Rows of equal prompts share these. Where such a row has several sequences, they share all that they begin with in
-    common. A row of one sequence, or with images, shares no more than its prompt."""
+    Rows of equal prompts share them. If such a row has several sequences, they share their whole common beginning. A
+    row of one sequence, or with images, shares no more than its prompt."""
     ids, positions = batch.batch["input_ids"], text_positions(batch.batch["position_ids"])
     attention, trained = batch.batch["attention_mask"].bool(), batch.batch["response_mask"].bool()
     (B, L), T = ids.shape, trained.shape[1]
@@ -100,7 +98,7 @@ def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) ->
 
 
 def _precedes_prediction(first: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    """(B, L) bool: whether this or a later position of the same sequence predicts a trained token. first (B, L)."""
+    """(B, L) bool: whether this or a later position of its sequence predicts a trained token. first (B, L)."""
     predicts = F.pad(trained, (first.shape[1] - trained.shape[1] - 1, 1)).flatten().nonzero()[:, 0]  # one place before
     sequence = first.flatten().cumsum(0)  # (B * L,), from 1
     last = torch.full((len(sequence) + 1,), -1).scatter_reduce(0, sequence[predicts], predicts, "amax")
@@ -112,8 +110,8 @@ def _kind(above: int, length: int) -> tuple[int, int]:
 
 
 def _nodes(sequences: list[np.ndarray], group: list[int], prompt: list[int]) -> list[_Node]:
-    """The nodes of sequences, given by the keys of their tokens. prompt: the tokens of each one's prompt, of its row.
-    In alphabetical order, sequences that begin alike follow each other."""
+    """The nodes of sequences, given by their tokens' keys. prompt: the number of each one's prompt tokens. In sorted
+    order, sequences that begin alike are neighbours."""
     named = [(number, keys.astype(">i8").tobytes()) for number, keys in zip(group, sequences)]
     order = sorted(range(len(named)), key=named.__getitem__)
     common = [0]  # the tokens that each one has in common with the one before it

@@ -1,5 +1,5 @@
 """Files and folders at URLs (s3://bucket/model, hf://datasets/owner/name/train.parquet, https://...): fsspec copies
-them to a cache on each node, and from then on they are local paths."""
+them to a cache on each node."""
 
 import fcntl
 import hashlib
@@ -25,8 +25,8 @@ copies: dict[tuple[str, bool], str] = {}  # {(URL, with weights): path} of this 
 
 
 def local_copy(name: str, *, weights: bool = True) -> str:
-    """A path as it is; of a URL the path of its copy on this node, which the node's first rank makes while the others
-    wait. A file that has changed is copied again. weights: False leaves out a model's weights.
+    """A path as it is; for a URL the path of its copy on this node, which the node's first rank makes. A file that has
+    changed is copied again. weights: False leaves out a model's weights.
 
     For a URL a collective. Raises InputError: no such file, no permission, no answer, no room, no package for it."""
     if not URL.match(name):
@@ -44,7 +44,7 @@ def local_copy(name: str, *, weights: bool = True) -> str:
 
 
 def _copied(url: str, weights: bool) -> Path:
-    """The copy's path. Its folder appears whole, by a rename, and is named after the URL and its files' versions."""
+    """The copy's path. Its folder is named after the URL and its files' versions, and appears by a rename."""
     fs, files = _bounded(url, partial(_files_at, url, weights))
     versions = {name: {k: v for k, v in info.items() if v and k not in NO_VERSION} for name, info in files.items()}
     if not all(versions.values()):
@@ -102,8 +102,8 @@ def _files_at(url: str, weights: bool) -> tuple[Any, dict[str, dict[str, Any]]]:
 
 
 def _bounded(url: str, act: Callable[[], Any], folder: Path | None = None) -> Any:
-    """The result of `act()`, as long as it answers, or files in `folder` grow. Raises InputError for anything else, but
-    OSError for a full disk."""
+    """The result of `act()`, which must answer or make files in `folder` grow. Raises InputError, for a full disk
+    OSError."""
     done, before = in_thread(act), list[tuple]()
     while not wait([done], STALL_S).done:
         files = sorted(folder.rglob("*")) if folder else []

@@ -47,10 +47,9 @@ class RowForm:
         return self.columns.get(name, name)
 
     def in_verls_form(self, row: dict, source: str) -> dict:
-        """The row with verl's columns. Its answer becomes the ground truth. Without a data_source it has
-        `source`; without extra_info, all other columns are there, for scorers. A column whose name --columns gives to
-        another one is always there. Raises InputError, without the row's number, for an answer or a column of the
-        template that is not there."""
+        """The row with verl's columns. Its answer becomes the ground truth, `source` its data_source if it has none.
+        extra_info gets the columns that are not verl's, if the row has none or --columns took their names. Raises
+        InputError, without the row's number, if the answer or a column of the template is missing."""
         prompt = self._filled(row) if self.prompt_template else row.get(self.column("prompt"))
         given = {name: row[self.column(name)] for name in OF_VERL if row.get(self.column(name)) is not None}
         if answer := self.columns.get("answer"):
@@ -76,7 +75,7 @@ class RowForm:
         return self.prompt_template.format_map(columns)
 
     def prompt(self, prompt: Any) -> Any:
-        """Messages, with the system prompt where they have none; a text is one message of the user."""
+        """The messages, with the system prompt if they have none. A text is one message of the user."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not self.system_prompt or not isinstance(messages, list):
             return messages
@@ -86,7 +85,7 @@ class RowForm:
 
 
 def without_nulls(value: Any) -> Any:
-    """Messages without null fields, which templates take for given. A call's arguments stay as they are."""
+    """Messages without null fields, which templates would take for given. A call's arguments stay as they are."""
     if isinstance(value, dict):
         kept = {key: item for key, item in value.items() if item is not None}
         return {key: item if key == "arguments" else without_nulls(item) for key, item in kept.items()}
@@ -94,7 +93,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def arguments_of(value: Any) -> dict:
-    """A tool call's arguments, which in OpenAI's form are JSON text; none, "" and null are {}. Raises ValueError."""
+    """A tool call's arguments, perhaps as JSON text (OpenAI's form); none, "" and null are {}. Raises ValueError."""
     found = value
     with suppress(ValueError, RecursionError):
         found = json.loads(value) if isinstance(value, str) and value else value

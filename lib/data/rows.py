@@ -3,15 +3,14 @@
 A row is {"prompt": [{"role": ..., "content": ...}, ...], "data_source": ..., "reward_model": {"ground_truth": ...},
 "extra_info": {"index": ..., "tools_kwargs": ..., "interaction_kwargs": ...}} (extra_info and its keys may be absent).
 
-In a struct column Arrow gives every row all the fields that any row has, with None for those that it lacked. So a null
-field of parquet means an absent one, and is removed; JSON's stay. Columns of several files are not merged: ground_truth
-may be a string in one file and a number in the next."""
+In a struct column Arrow gives every row the fields of all rows: a null field of parquet means an absent one, and is
+removed; JSON's stay. Columns of several files are not merged: ground_truth may be text in one and a number in another.
+"""
 
 import json
 from collections.abc import Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,12 +56,9 @@ def _parsed(text: str, path: Path, number: int | None = None):
 
 def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
     """The rows of one source: a .parquet / .json / .jsonl file, a folder written by Dataset.save_to_disk, a
-    datasets.Dataset, or a hub id "owner/name", "owner/name:split" or "owner/name:config:split" (split "train" if not
-    given). Raises InputError."""
+    datasets.Dataset, or a hub id "owner/name", "owner/name:split" or "owner/name:config:split". Raises InputError."""
     if not isinstance(source, str | Path):
-        import datasets
-
-        if isinstance(source, datasets.Dataset):
+        if isinstance(source, _datasets().Dataset):
             return source
         raise InputError(f"data files: got a {type(source).__name__}; give paths, a hub id or a datasets.Dataset")
     path = Path(source).expanduser()
@@ -70,17 +66,15 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
         if not (path / "state.json").is_file():
             files = sorted(p.name for p in path.iterdir())[:8]
             raise InputError(f"{path}: a folder that holds no saved Dataset; name the files in it: {', '.join(files)}")
-        with _quiet_datasets() as datasets:
-            return datasets.load_from_disk(str(path))
+        return _datasets().load_from_disk(str(path))
     if path.is_file():
         if path.suffix in (".json", ".jsonl"):
             return _read_json(path)
         if path.suffix != ".parquet":
             raise InputError(f"{path}: unsupported extension {path.suffix!r}; use .parquet, .jsonl or .json")
         try:
-            with _quiet_datasets() as datasets:
-                return datasets.Dataset.from_parquet(str(path))
-        except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+            return _datasets().Dataset.from_parquet(str(path))
+        except (OSError, ValueError, _datasets().exceptions.DatasetGenerationError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
             raise InputError(f"{path}: not readable as parquet ({reason}); write the file again") from error
     check_source(str(source))
@@ -90,13 +84,12 @@ def read_rows(source: "str | Path | datasets.Dataset") -> Sequence[dict]:
 
 
 def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir: Path | None = None) -> Sequence[dict]:
-    """A split of a data set on the hub, or of a copy of it: the .parquet / .jsonl / .json files under local_dir (under
-    local_dir/config if there is such a folder) whose names begin with `split`. Raises InputError if there is none."""
+    """A split of a data set on the hub, or of a copy: the .parquet / .jsonl / .json files under local_dir (or its
+    folder `config`) whose names begin with `split`. Raises InputError if there is none."""
     if local_dir is None:
         check_hub(hub_id)
         try:
-            with _quiet_datasets() as datasets:
-                return datasets.load_dataset(hub_id, config, split=split)
+            return _datasets().load_dataset(hub_id, config, split=split)
         except Exception as error:  # the hub client's errors have no common class
             reason = str(error).partition("\n")[0]
             what = f"{hub_id}: not a file here, and split {split!r} cannot be had from the hub ({reason})"
@@ -109,23 +102,17 @@ def load_split(hub_id: str, split: str, *, config: str | None = None, local_dir:
     return parts[0] if len(parts) == 1 else [row for rows in parts for row in rows]  # one alone stays in its file
 
 
-@contextmanager
-def _quiet_datasets():
-    """Imports the `datasets` library, only where it is needed, and turns its progress bars off in the block."""
+def _datasets() -> Any:
+    """The library, imported only where it is needed, without its progress bars, which each rank would show."""
     import datasets
 
-    were_off = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    try:
-        yield datasets
-    finally:
-        if not were_off:
-            datasets.enable_progress_bars()
+    return datasets
 
 
 def _plain(value, nulls: bool, depth: int = 0):
-    """The value with numpy's arrays and scalars as Python's. nulls: whether fields that are None stay (see the module).
-    Raises RecursionError if it is nested deeper than DEEPEST, so that other code, such as templates, can recurse."""
+    """The value with numpy's arrays and scalars as Python's. nulls: whether None fields stay. Raises RecursionError if
+    it is nested deeper than DEEPEST, so that templates, say, can recurse."""
     if depth > DEEPEST:
         raise RecursionError
     if isinstance(value, dict):

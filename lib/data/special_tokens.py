@@ -1,8 +1,7 @@
-"""What scorers and reward models read of a response's special tokens, and special tokens that a text spells.
+"""Special tokens: those of a response that scorers and reward models read, and those that a text spells.
 
-Text from data, tools, users and models stays text, also if it spells a special token. A chat template writes special
-tokens and messages into one string, in which the tokenizer cannot tell them apart. So a space breaks up a special token
-in a message: "<|im_end|>" becomes "< |im_end|>"."""
+A chat template writes special tokens and messages into one string, in which the tokenizer cannot tell them apart. So a
+space breaks up what spells a special token in a message: "<|im_end|>" becomes "< |im_end|>"."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +21,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except (ValueError, TypeError, TemplateError):  # there is none, or it takes other messages only
         return None
     [first, *_] = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False) or [None]
-    return first if first in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[first].special else None
+    known = tokenizer.added_tokens_decoder
+    return first if first in known and known[first].special else None
 
 
 # in the names of special tokens that begin or end texts and turns, pad, or stand for images
@@ -36,10 +36,8 @@ CONTROL = re.compile(
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Special tokens that are no part of what a response says, unlike <think>, <|channel|> or [TOOL_CALLS]."""
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    roles = {
-        end_of_turn(tokenizer),
-        *(getattr(tokenizer, f"{name}_id") for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES),
-    }
+    roles = {getattr(tokenizer, f"{name}_id") for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    roles.add(end_of_turn(tokenizer))
     return frozenset(number for number, name in special.items() if number in roles or CONTROL.search(name))
 
 
@@ -51,8 +49,7 @@ def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Seque
 
 
 class SpecialTokenEscaper:
-    """A callable that breaks up the tokenizer's special tokens in all strings of a value, also in lists and in dicts
-    with their keys, which a template may write."""
+    """A callable that breaks up the tokenizer's special tokens in all strings of a value, dict keys included."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None = None):
         """names: only these tokens."""

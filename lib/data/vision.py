@@ -1,7 +1,7 @@
-"""Images and videos of prompts: from a row's files to what the model and the engines take. The processor and the engine
-get the same picture, made here: turned as its EXIF says, without alpha, of the size that --max-pixels and --min-pixels
-allow. Each processor then resizes by its own rules. A small file may hold billions of pixels: its size is checked
-before it is decoded. A template may leave an image out: its placeholders are counted."""
+"""Images and videos of prompts: from a row's files to what the model and the engines take. Both get the same picture,
+made here: turned as its EXIF says, without alpha, of an allowed size. Each processor then resizes by its own rules. A
+small file may hold billions of pixels: its size is checked before it is decoded. A template may leave an image out: its
+placeholders are counted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Vision:
     max_frames: int = 32
 
     def entries(self, messages: list[dict], images: list, videos: list) -> tuple[list, list]:
-        """(images, videos) in the order of their places: what a content part holds, else the next of the column."""
+        """(images, videos) in the order of their places: a content part's own, else the column's next one."""
 
         def ordered(kind: str, column: list) -> list:
             rest = list(column)
@@ -68,10 +68,8 @@ class Vision:
         return ordered("image", images), ordered("video", videos)
 
     def media(self, images: list, videos: list, where: str, folder: Path) -> dict:
-        """multi_modal_data: {"image": [PIL], "video": [(frames (F, H, W, 3) uint8, metadata)]}, with the kinds that
-        there are. A relative path is one in `folder`. Raises InputError."""
-        if videos and not self.takes_videos:
-            raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
+        """multi_modal_data: {"image": [PIL], "video": [(frames (F, H, W, 3) uint8, metadata)]}, without empty lists.
+        folder: where relative paths begin. Raises InputError."""
         data: dict = {"image": [self._image(x, f"{where}: image {i}", folder) for i, x in enumerate(images)]}
         data["video"] = [self._video(x, f"{where}: video {i}", folder) for i, x in enumerate(videos)]
         return {kind: found for kind, found in data.items() if found}
@@ -83,12 +81,12 @@ class Vision:
         return data["image"]
 
     def messages(self, messages: list[dict], data: dict, where: str) -> list[dict]:
-        """The messages with text as content parts, and <image> and <video> in it as parts too; as many as data has.
-        In a list of parts, text is text. Raises InputError."""
+        """The messages as content parts, of which <image> and <video> in a text are some. In a list of parts, text is
+        text. Raises InputError unless data has as many images and videos."""
         for kind in ("image", "video"):
             places, there = sum(part.get("type") == kind for part in _parts(messages)), len(data.get(kind, ()))
-            if places and kind == "video" and not self.takes_videos:
-                raise InputError(f"{where}: has a <video>; models of type {self.config.model_type} take none")
+            if (places or there) and kind == "video" and not self.takes_videos:
+                raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
             if places != there:
                 advice = "write one for each (text that is to stay text: in a list of content parts)"
                 found = f"{places} <{kind}> in the messages, but {there} {kind}s in the row"
@@ -97,7 +95,7 @@ class Vision:
         return [message | content for message, content in zip(messages, contents)]
 
     def encode(self, text: str, data: dict) -> Encoded:
-        """A templated text, whose placeholders are those of the images and videos in `data`. Raises InputError."""
+        """A templated text with placeholders for the images and videos in `data`. Raises InputError."""
         raw_ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         for kind in ("image", "video"):
             shown = text.count(token) if (token := getattr(self.processor, f"{kind}_token", None)) else 0
@@ -119,8 +117,8 @@ class Vision:
         return Encoded(raw_ids, out["input_ids"][0].tolist(), inputs)
 
     def positions(self, ids: list[int], inputs: dict) -> torch.Tensor:
-        """(L,), or with mrope (4, L): text, temporal, height, width, by the model's own get_rope_index. `ids` are
-        expanded; every placeholder among them must be one of an image or video of `inputs`."""
+        """(L,), or with mrope (4, L): text, temporal, height, width, by the model's own get_rope_index. ids: expanded;
+        each placeholder must belong to an image or video of `inputs`."""
         text = torch.arange(len(ids))
         if not (self.mrope and inputs):
             return text.repeat(4, 1) if self.mrope else text
@@ -140,7 +138,7 @@ class Vision:
 
     @property
     def placeholders(self) -> list[str]:
-        """The tokens that stand for an image or a video; with GLM-4V also that before which an image is no frame."""
+        """The tokens that stand for an image or a video; with GLM-4V also the one that begins a video's frames."""
         names = [getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video")]
         if (start := getattr(self.config, "video_start_token_id", None)) is not None:
             names.append(self.processor.tokenizer.convert_ids_to_tokens(start))
@@ -148,7 +146,7 @@ class Vision:
 
     @property
     def takes_later_images(self) -> bool:
-        """Whether images may follow sampled tokens. In Gemma 3 an image's tokens see each other, across packed rows."""
+        """Whether images may follow sampled tokens: not in Gemma 3, where an image's tokens see each other."""
         return self.config.model_type != "gemma3"
 
     @property
@@ -205,8 +203,8 @@ class Vision:
         return image.resize((width, height), Image.Resampling.BICUBIC)
 
     def _video(self, entry: Any, where: str, folder: Path) -> tuple[np.ndarray, dict]:
-        """(frames (F, H, W, 3) uint8, metadata, whose names are those of transformers' VideoMetadata): a file at
-        video_fps, a list of frames as it is; of both at most max_frames, evenly."""
+        """(frames (F, H, W, 3) uint8, metadata as transformers' VideoMetadata): at most max_frames, evenly, of a list
+        of frames, or of a file at video_fps."""
         fps = self.video_fps
         if isinstance(entry, dict):
             fps = entry.get("fps", fps)
@@ -229,7 +227,7 @@ class Vision:
         return np.stack([np.asarray(image) for image in images]), metadata
 
     def _read_video(self, name: str, where: str, folder: Path) -> tuple[list[Image.Image], int, float, list[int]]:
-        """(frames, how many the file has, its frames a second, which of them were taken)."""
+        """(frames, the number of frames of the file, its frames per second, the numbers of those taken)."""
         if not find_spec("cv2"):
             raise InputError(f"{where}: reading video files needs a package: pip install opencv-python-headless")
         import cv2
@@ -270,8 +268,8 @@ class Vision:
 
 
 def _check_decodable(image: Image.Image, where: str) -> None:
-    """Raises InputError for an image that is too large, or whose brightness is not known. A JPEG that is too large is
-    decoded at a half, a quarter or an eighth of its width and height."""
+    """Raises InputError for an image that is too large, or whose range of values is unknown. A JPEG that is too large
+    is decoded at a half, a quarter or an eighth of its width and height."""
     pixels = image.width * image.height
     if pixels > LARGEST_IMAGE and not image.info.get("progressive"):  # which is decoded as a whole
         factor = next((factor for factor in (2, 4) if pixels <= LARGEST_IMAGE * factor**2), 8)
@@ -288,7 +286,7 @@ def _check_size(width: int, height: int, where: str) -> None:
 
 
 def _parts(messages: list[dict]) -> list[dict]:
-    """The content parts of all messages, one after the other; text as parts, cut at its markers."""
+    """The content parts of all messages; text is cut at its markers."""
     parts: list[dict] = []
     for message in messages:
         content = message.get("content")
@@ -305,7 +303,7 @@ def _bare(part: dict) -> dict:
 
 
 def _evenly(total: int, most: int) -> list[int]:
-    """The numbers of at most `most`, at least 1, of `total` frames."""
+    """The numbers of at most `most` of `total` frames, at least 1."""
     return np.linspace(0, total - 1, max(1, min(total, most))).round().astype(int).tolist()
 
 
@@ -373,7 +371,7 @@ def media_of(prompts: DataProto) -> list[Media | None]:
 
 
 def media_kinds(config: PreTrainedConfig, ids: torch.Tensor) -> torch.Tensor:
-    """Of each of the tokens (..., L): 0 for text, 1 for a placeholder of an image, 2 for one of a video."""
+    """For each token (..., L): 0 text, 1 a placeholder of an image, 2 one of a video."""
     kinds = (ids == config.image_token_id).long()
     if hasattr(config, "video_start_token_id"):  # GLM-4V: frames of a video have the placeholders of images
         starts, ends = ((ids == getattr(config, f"video_{mark}_token_id")).cumsum(-1) for mark in ("start", "end"))

@@ -1,9 +1,8 @@
 """Launch, waits, device mesh, FSDP2 and collectives: the same code for 1 process or many, CPU (gloo) or GPU (nccl).
 
-Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`. accelerate only launches; it
-does not wrap the model (on a CPU it silently replaces FSDP2 by DDP). Sharding is `fully_shard` itself, at every world
-size, so that one process and eight run the same code. FSDP averages gradients over ranks, so multiply a loss that is
-normalised by *global* counts by `world_size`."""
+Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`. accelerate only launches: on a
+CPU it would silently replace FSDP2 by DDP. Sharding is `fully_shard` itself at every world size. FSDP averages
+gradients over ranks, so multiply a loss that is normalised by *global* counts by `world_size`."""
 
 # ruff: noqa: F401, I001  these names are what the package offers
 
@@ -11,30 +10,15 @@ from lib.distributed.clock import start_step, step_timing, timed
 from lib.distributed.collectives import BUCKET_BYTES, TakeOwn, all_gather_lists, all_to_all, all_to_all_objects
 from lib.distributed.collectives import address_towards, all_reduce_max, broadcast, global_counts, on_first_rank
 from lib.distributed.collectives import in_thread, join_group, new_cpu_group, new_cpu_subgroup
-from lib.distributed.device import (
-    COMPILED,
-    ESTIMATED,
-    accelerator,
-    device_name,
-    device_names,
-    device_setter,
-    dump_memory,
-)
-from lib.distributed.device import device_rng_state, has_flash_attention, own_devices, profiler_activities
+from lib.distributed.device import COMPILED, ESTIMATED, accelerator, device_name, device_names, device_setter
+from lib.distributed.device import device_rng_state, dump_memory, has_flash_attention, own_devices, profiler_activities
 from lib.distributed.device import record_memory, set_device_rng_state, synchronize, to_device, total_memory
 from lib.distributed.launch import NO_ROOM, OVER, JobOver, World, init_distributed, is_on_one_node, run, wait_for_all
 from lib.distributed.launch import advise_out_of_memory, job_store, listening_store, on_early_end, print_last
 from lib.distributed.reduced import Max, Mean, Metric, Min, Std, Sum, add_metrics, check_number, faults
 from lib.distributed.reduced import reduce_metrics, token_means
-from lib.distributed.sharding import (
-    TENSOR_PARALLEL_STYLES,
-    RowGroup,
-    layer_plan,
-    make_mesh,
-    make_row_group,
-    shard_model,
-)
-from lib.distributed.sharding import clip_grad_norm, compute_device, fsdp_modules, set_gradient_sync
+from lib.distributed.sharding import TENSOR_PARALLEL_STYLES, RowGroup, layer_plan, make_mesh, make_row_group
+from lib.distributed.sharding import clip_grad_norm, compute_device, fsdp_modules, shard_model, trainable_parameters
 from lib.distributed.sharding import Part, full_tensor, iter_full_params, merged_weight, saved_buffers, weight_shards
-from lib.distributed.sharding import trainable_parameters, unsharded
+from lib.distributed.sharding import set_gradient_sync, unsharded
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage, note_waits_in

@@ -28,9 +28,8 @@ def start_step(step: int) -> None:
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """`with timed("rollout")`, or as a decorator, adds the seconds of the block to the step's timing_s/rollout. The
-    block is also a stage for the watchdog (`enter_stage`), and so is what follows it, and it has its name in a profile.
-    A stage within a stage counts as part of the outer one."""
+    """A context manager or decorator: adds the seconds of the block to the step's timing_s/<stage>. The block is also a
+    stage for the watchdog (`enter_stage`) and in a profile. A stage within a stage is part of the outer one."""
     global _open
     if _open:
         yield
@@ -49,7 +48,7 @@ def timed(stage: str) -> Iterator[None]:
 
 
 def step_timing() -> dict[str, Metric]:
-    """timing_s/<stage> of the step so far, timing_s/step, its whole time so far, and the memory after the stages."""
+    """timing_s/<stage> and timing_s/step so far, and the memory after the stages."""
     stages: dict[str, Metric] = {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()}
     stages |= {name: Max(used) for name, used in _memory.items()}
     return stages | {"timing_s/step": time.perf_counter() - _started}

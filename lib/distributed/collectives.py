@@ -25,8 +25,8 @@ def address_towards(host: str, port: int) -> str:
 
 
 def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str) -> Any:
-    """A process group with processes that are not the trainer's ranks: on a CPU gloo, which listens on `address`, else
-    NCCL. Blocks until all have joined. With gloo, this and its operations raise RuntimeError after `timeout_s`."""
+    """A process group with processes other than the trainer's ranks: gloo on a CPU, listening on `address`, else NCCL.
+    Blocks until all have joined. With gloo, this and its operations raise RuntimeError after `timeout_s`."""
     timeout = timedelta(seconds=timeout_s)
     options: Any  # much of these classes is missing in torch's stubs
     group: Any
@@ -45,7 +45,7 @@ def join_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
 
 
 def in_thread(call: Callable[[], Any]) -> Future:
-    """Its result, or its exception. The thread does not hold up the end of the process: NCCL may wait for ever."""
+    """The call's result or exception. The thread does not outlive the process: NCCL may wait for ever."""
     use_device, done = device_setter(), Future[Any]()
 
     def run() -> None:
@@ -60,7 +60,7 @@ def in_thread(call: Callable[[], Any]) -> Future:
 
 
 def new_cpu_group() -> dist.ProcessGroup:
-    """A second group of all ranks: its collectives (of CPU tensors and objects) cannot mix with the default group's."""
+    """A second group of all ranks: its collectives of CPU tensors and objects cannot mix with the default group's."""
     backend = "gloo" if dist.get_world_size() > 1 else single_rank_backend()
     return dist.new_group(backend=backend, timeout=collective_timeout())
 
@@ -71,7 +71,7 @@ def new_cpu_subgroup(ranks: int) -> dist.ProcessGroup:
 
 
 def global_counts(mask: torch.Tensor) -> tuple[float, float]:
-    """(tokens, rows with a token) of a mask (B, T), over all ranks: what a loss is averaged over. A collective."""
+    """(tokens, rows with a token) of a mask (B, T) over all ranks. A collective."""
     counts = torch.stack([mask.sum(), mask.any(1).sum()]).double()
     dist.all_reduce(counts)
     tokens, rows = counts.tolist()
@@ -109,16 +109,16 @@ def all_to_all_objects(values: list) -> list:
 def all_to_all(
     x: torch.Tensor, group: dist.ProcessGroup, send: list[int] | None = None, receive: list[int] | None = None
 ) -> torch.Tensor:
-    """Sends the i-th part of x to rank i of the group; returns the parts that its ranks sent here, in rank order. Parts
-    are cut along the first dimension, equally or by the lengths `send` and `receive`. Gradients go the way back."""
-    from torch.distributed._functional_collectives import all_to_all_single_autograd  # private: for who asks for it
+    """Sends the i-th part of x to rank i of the group, and returns the parts sent here, in rank order. Parts are cut
+    along the first dimension, equally or by the lengths `send` and `receive`. Differentiable."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd  # private: not for default runs
 
     return all_to_all_single_autograd(x.contiguous(), receive, send, group)
 
 
 class TakeOwn(torch.autograd.Function):
-    """x[own], where all ranks of the group computed the same x and the loss of each is about its own part. The gradient
-    of x is the mean of the ranks' gradients, just as FSDP's is a mean over the other dimension of the mesh."""
+    """x[own], where all ranks of the group computed the same x, and each one's loss is about its own part. The gradient
+    of x is the mean of the ranks' gradients, as FSDP's is over the other dimension of the mesh."""
 
     @staticmethod
     def forward(ctx, x, own, group):

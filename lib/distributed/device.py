@@ -1,5 +1,4 @@
-"""The device on which a run computes. The rest of lib asks these functions, and compares types with "cpu" only; what
-torch has for every accelerator (`torch.accelerator`, `torch.get_device_module`) is used as it is."""
+"""The device on which a run computes. The rest of lib compares device types with "cpu" only."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -12,40 +11,33 @@ import psutil
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
-COLLECTIVES = {"cuda": "nccl", "gpu": "fake"}
-"""The accelerators that a run takes, with the backend of their collectives. gpu: the one of fake_gpu.py."""
+COLLECTIVES = {"cuda": "nccl", "gpu": "fake"}  # the backend of each accelerator; gpu: fake_gpu.py's
 COMPILED = ("cuda",)  # devices for which torch.compile makes kernels that are worth the wait
 ESTIMATED = torch.device("cuda")  # what an estimate is for, on any machine
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator of this process, without a number. None where there is none, or the launcher asks for CPUs."""
+    """The accelerator of this process, without a number. None if there is none, or the launcher asks for CPUs."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    if (
-        found is None
-        or found.type not in COLLECTIVES
-        or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
-    ):
-        return None
-    return found
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+    return None if found is None or found.type not in COLLECTIVES or wants_cpu else found
 
 
 def collective_backend(device: torch.device) -> str:
-    """Of the ranks' process group: collectives of CPU tensors and of the device's."""
+    """For collectives of CPU tensors and of the device's."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{COLLECTIVES[device.type]}"
 
 
 def single_rank_backend() -> str:
-    """Of a group of one rank: returns its own values, as every collective of a single rank does, and opens no port."""
+    """For a group of one rank: a collective returns its own values, and no port is opened."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  torch knows the name; this registers the backend
 
     return "fake"
 
 
 def device_setter() -> Callable[[], None]:
-    """Call it in a new thread: the thread's GPU becomes that of this thread. Otherwise it is GPU 0, where its first use
-    takes half a GB of every rank."""
+    """Call it in a new thread, to use this thread's GPU: otherwise the thread takes half a GB of GPU 0."""
     if (device := accelerator()) is None:
         return lambda: None
     module = torch.get_device_module(device)
@@ -53,7 +45,7 @@ def device_setter() -> Callable[[], None]:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """The same nest of mappings, sequences and dataclasses, with its tensors, which are on the CPU, on the device."""
+    """The same nest of mappings, sequences and dataclasses, with its tensors moved from the CPU to the device."""
     move = partial(to_device, device=device)
     if isinstance(tree, torch.Tensor):
         return tree.to(device, non_blocking=True)
@@ -121,7 +113,7 @@ def set_device_rng_state(state: torch.Tensor | None) -> None:
 
 
 def own_devices(environment: dict[str, str], first: int, count: int) -> dict[str, str]:
-    """The environment of a process that sees `count` of the accelerators that this one sees, from number `first` on."""
+    """The environment of a process that sees `count` of this one's accelerators, from number `first` on."""
     visible = environment.get(VISIBLE) or ",".join(map(str, range(torch.accelerator.device_count())))
     return environment | {VISIBLE: ",".join(visible.split(",")[first : first + count])}
 

@@ -17,9 +17,10 @@ import time
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from os import _exit as end_process  # run() replaces os._exit
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -89,37 +90,22 @@ def init_distributed(
 ) -> World:
     """Joins the process group that the launcher describes (or a group of one) and picks this rank's device.
 
-    stage_timeout: seconds that a stage may take (watchdog.py); 0: no watcher. rollout_engine: the flag's value;
-    NCCL is not kept on loopback if it names servers, which may be elsewhere. docs/security.md says what listens where.
-    engine_ranks: the job's last ranks, which do not train: they share the store, but not the process group, and leave
-    their GPU alone. On a CPU a process computes with one thread unless OMP_NUM_THREADS is set.
+    stage_timeout: seconds that a stage may take (watchdog.py); 0: no watcher.
+    rollout_engine: the flag's value. NCCL is kept on loopback unless it names servers, which may be elsewhere.
+    engine_ranks: the job's last ranks do not train. They share the store, but not the process group.
     describe: what `check_equal_starts` compares, given whether this rank trains.
 
-    Raises InputError: under `accelerate launch --cpu --num_processes N`, which silently starts one process; and on all
-    ranks if they were started differently."""
+    Raises InputError under `accelerate launch --cpu`, which starts one process, and on all ranks if they were started
+    differently. docs/security.md says what listens where."""
     global _job, _timeout
     env = os.environ
-    if env.get("RANK", "0") == "0" and (unused := unused_settings(env)):
-        print(f"accelerate starts the processes only, its other settings are not used: {unused}", flush=True)
-    # accelerate's FSDP launcher makes transformers leave the weights of local rank != 0 at zero; we shard ourselves
-    env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    if "RANK" not in env and "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
-        fix = "`accelerate launch --multi_gpu --num_processes N` (it works without a GPU)"
-        fix += " or `torchrun --nproc-per-node N`"
-        raise InputError(f"`accelerate launch --cpu --num_processes N` starts one process, not N: use {fix}")
+    _check_launcher(env)
     if "RANK" not in env:  # plain `python script.py`
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    found = accelerator()
-    device = torch.device("cpu") if found is None else torch.device(found.type, int(env["LOCAL_RANK"]))
     trainers = int(env["WORLD_SIZE"]) - engine_ranks
     trains = int(env["RANK"]) < trainers
-    if found is not None and trains:
-        torch.get_device_module(device).set_device(device)
-        # it plans each new shape for up to a second, and nearly every packed row has new shapes
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    elif found is None:
-        torch.set_num_threads(threads_of_environment())
+    device = _pick_device(int(env["LOCAL_RANK"]), trains)
     if stage_timeout:
         _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher can say more, so it comes first
     if is_on_one_node():
@@ -131,7 +117,7 @@ def init_distributed(
     if stage_timeout:
         enter_stage("start")
         # a clone, as the main thread may be waiting in the store
-        start_watching(store.clone(), rank, size, stage_timeout)  # type: ignore[attr-defined]  # not in torch's stubs
+        start_watching(store.clone(), rank, size, stage_timeout)  # type: ignore[attr-defined]  # not in the stubs
     store = dist.PrefixStore(_name_of_attempt(store, rank, size), store)
     _job = _Job(store, rank, trainers, size)
     if describe and size > 1:
@@ -143,12 +129,38 @@ def init_distributed(
     return World(rank, trainers, device)
 
 
+def _pick_device(local_rank: int, trains: bool) -> torch.device:
+    """This rank's device. An engine rank leaves its GPU alone."""
+    if (found := accelerator()) is None:
+        torch.set_num_threads(threads_of_environment())
+        return torch.device("cpu")
+    device = torch.device(found.type, local_rank)
+    if trains:
+        torch.get_device_module(device).set_device(device)
+        # it plans each new shape for up to a second, and nearly every packed row has new shapes
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
+
+
+def _check_launcher(env: MutableMapping[str, str]) -> None:
+    """Says which settings of accelerate nothing reads."""
+    if env.get("RANK", "0") == "0" and (unused := unused_settings(env)):
+        print(f"accelerate starts the processes only, its other settings are not used: {unused}", flush=True)
+    # under accelerate's FSDP, transformers would leave the weights of local rank != 0 at zero; we shard ourselves
+    env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    if "RANK" not in env and "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env:
+        raise InputError(
+            "`accelerate launch --cpu --num_processes N` starts one process, not N: use `accelerate launch "
+            "--multi_gpu --num_processes N` (it works without a GPU) or `torchrun --nproc-per-node N`"
+        )
+
+
 def unused_settings(env: Mapping[str, str]) -> str:
-    """The settings of `accelerate launch` that this environment has and that nothing reads, each with our flag."""
+    """The settings of `accelerate launch` in this environment that nothing reads, each with our flag."""
+    dtype = "float16" if env.get("ACCELERATE_MIXED_PRECISION") == "fp16" else "bfloat16"
     given = {name: env[name] for name, (off, _) in OF_ACCELERATE.items() if env.get(name, off).lower() != off}
-    dtype = "float16" if given.get("ACCELERATE_MIXED_PRECISION") == "fp16" else "bfloat16"
-    names = {name: name.removeprefix("ACCELERATE_").lower() for name in given}  # of its command line
-    return ", ".join(f"{names[n]} {value} ({OF_ACCELERATE[n][1].format(dtype=dtype)})" for n, value in given.items())
+    ours = {name: OF_ACCELERATE[name][1].format(dtype=dtype) for name in given}
+    return ", ".join(f"{name.removeprefix('ACCELERATE_').lower()} {given[name]} ({ours[name]})" for name in given)
 
 
 def job_store() -> dist.Store:
@@ -162,8 +174,8 @@ def is_on_one_node() -> bool:
 
 
 def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The job's store, this rank and the number of ranks. The store is the launcher's if it has one, else rank 0's: on
-    loopback if all ranks are on one node, on all interfaces only if they are on several nodes."""
+    """(store, rank, ranks). The store is the launcher's if it has one, else rank 0's: on loopback if all ranks are on
+    one node, else on all interfaces."""
     env = os.environ
     rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
     from_launcher = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -182,7 +194,8 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
         return dist.TCPStore(*address, is_master=False, timeout=timeout), rank, size
     except dist.DistNetworkError:
         where = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-        _end_with(f"nobody answers at {where}: rank 0 has not started or has ended, or this is not its address")
+        why = "rank 0 has not started or has ended, or this is not its address"
+        _end_with(f"nobody answers at {where}: {why}")
 
 
 def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
@@ -190,14 +203,14 @@ def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStor
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]
-    listening: dict[str, Any] = {"is_master": True, "master_listen_fd": listener.detach(), "wait_for_workers": False}
-    return dist.TCPStore(address, port, timeout=timeout, **listening)
+    listening: dict[str, Any] = {"master_listen_fd": listener.detach(), "wait_for_workers": False}
+    return dist.TCPStore(address, port, is_master=True, timeout=timeout, **listening)
 
 
 def _name_of_attempt(store: dist.Store, rank: int, size: int) -> str:
-    """A prefix for the keys of this start of the job in the store: all ranks agree on it, and no earlier start had it.
-    torchrun's store outlives a restart: a rank that finds there the address of a rank that is gone waits for it forever
-    (pytorch issue 135712). The launchers of several nodes count restarts on their own, so the count would not do."""
+    """A key prefix that all ranks of this start of the job agree on, and that no earlier start had. torchrun's store
+    outlives a restart, and a rank that finds an old rank's address there waits for it forever (pytorch issue 135712).
+    Each node's launcher counts restarts on its own, so that count would not do."""
     mine = uuid.uuid4().hex
     store.set(f"hello/{rank}", mine)
     if rank > 0:
@@ -223,7 +236,7 @@ def check_equal_starts(store: dist.Store, rank: int, size: int, start: Mapping[s
     else:
         verdict = _different_starts([json.loads(store.get(f"start/{r}")) for r in range(size)])
         store.set("start/verdict", verdict)
-        with suppress(dist.DistStoreError):  # the store may be in this process, which is about to end
+        with suppress(dist.DistStoreError):  # the store may be in this process, which may be about to end
             store.wait([f"start/{r}/read" for r in range(1, size)], timedelta(seconds=10))
     if verdict:
         advice = "start all ranks with the same flags, code and files (docs/scaling.md)"
@@ -243,16 +256,17 @@ def _different_starts(starts: list[dict[str, list[str]]]) -> str:
             known = f"{what} {shown}".strip()
             is_other = f"{what} is {other} on {where}, {shown} on rank 0"
             found.append(is_other if other != shown else f"{known} holds something else, or is missing, on {where}")
-    return "; ".join(found[:MOST_NAMED]) + f"; and {len(found) - MOST_NAMED} more" * (len(found) > MOST_NAMED)
+    more = len(found) - MOST_NAMED
+    return "; ".join(found[:MOST_NAMED]) + f"; and {more} more" * (more > 0)
 
 
 def run(main: Callable[[T], None], args: T) -> None:
-    """Runs `main(args)`. An InputError is shown as one line (once a node), without a traceback; the exit code is 2.
+    """Runs `main(args)`. An InputError is one line (once a node), without a traceback; the exit code is 2.
 
-    Ctrl-C ends it without a traceback, with exit code 130, a full disk with exit code 1. Another exception is raised,
-    and recorded for the launcher's report. Before each of these, the function given to `on_early_end` is called. User
-    code that ends the process is reported: a run whose exit code is 0 has done its last step. A closed terminal
-    (SIGHUP) does not end a run that no launcher started."""
+    Ctrl-C ends it with exit code 130, a full disk with 1, both without a traceback. Another exception is raised, and
+    recorded for the launcher's report. All of them first call the function given to `on_early_end`. User code that ends
+    the process is reported: a run whose exit code is 0 has done its last step. A closed terminal (SIGHUP) does not end
+    a run that no launcher started."""
     gc.freeze()  # a collection need not look through what the imports made
     atexit.register(gc.unfreeze)  # extensions report what is never freed
     gc.enable()
@@ -261,15 +275,18 @@ def run(main: Callable[[T], None], args: T) -> None:
         sys.unraisablehook = _interrupt_again
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher passes on the SIGHUP that it gets
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os._exit = partial(_exit_of_user_code, os.getpid())
     try:
-        with _reported_exits():
-            _run(main, args)
+        _run(main, args)
     except KeyboardInterrupt:
+        os._exit = end_process
         if _at_early_end is None:
             end_interrupted()
         _end_early(interrupted=True)
         sys.stdout.flush()
-        end_process(130)  # at once, as below; a checkpoint's writer may wait for a peer
+        end_process(130)  # at once: a checkpoint's writer may wait for a peer
+    finally:
+        os._exit = end_process
 
 
 def _run(main: Callable[[T], None], args: T) -> None:
@@ -280,37 +297,41 @@ def _run(main: Callable[[T], None], args: T) -> None:
             enter_stage("end")
             dist.destroy_process_group()  # NCCL's waits for all ranks: the watcher still watches
         _leave()
-    except InputError as error:
-        _end_early(interrupted=False)
-        stop_watching(1)
-        report_mistake(f"error: {error}")
-        sys.stdout.flush()
-        end_process(2)  # at once: a peer that waits in a collective must not hold this rank back
-    except torch.OutOfMemoryError as error:
-        _end_early(interrupted=False)
-        traceback.print_exc()
-        advice = f"; {_advice(current_stage())}" if _advice else ""
-        _end_with(f"{str(error).partition('. GPU')[0]}{advice}")  # what follows is the allocator's state
     except SystemExit as stop:
-        if stop.code == 128 + signal.SIGTERM:  # of an engine rank
-            raise
-        _end_early(interrupted=False)
-        last = traceback.extract_tb(stop.__traceback__)[-1]
-        _end_with(f"{_exit_call('sys.exit', stop.code)} in {last.filename}:{last.lineno}", stop.code)
+        if stop.code != 128 + signal.SIGTERM:  # of an engine rank
+            _end_early(interrupted=False)
+            last = traceback.extract_tb(stop.__traceback__)[-1]
+            code = "" if stop.code is None else repr(stop.code)
+            _end_with(f"the run was ended by sys.exit({code}) in {last.filename}:{last.lineno}", stop.code)
+        raise
     except Exception as error:
         _end_early(interrupted=False)
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            _end_with(f"{error}; make room, and go on with --resume auto")
-        if _job is not None and _job.size > 1:
-            time.sleep(2)  # launchers blame the first to end: not a rank that fails because another is gone
-            if isinstance(error, dist.DistError) or "by peer" in str(error):  # the latter is Gloo's RuntimeError
-                traceback.print_exc()
-                why = "its own message says why, or it has none and was killed (kill -9, out of memory: see dmesg)"
-                _end_with(f"another rank has ended: {why} ({str(error).partition('. ')[0]})")
+        _end_in_one_line(error)
         get_error_handler().record_exception(error)
         raise
     finally:
         stop_watching()
+
+
+def _end_in_one_line(error: Exception) -> None:
+    """Ends the process, unless a traceback says more about the error."""
+    if isinstance(error, InputError):
+        stop_watching(1)
+        report_mistake(f"error: {error}")
+        sys.stdout.flush()
+        end_process(2)  # at once: a peer that waits in a collective must not hold this rank back
+    if isinstance(error, torch.OutOfMemoryError):
+        traceback.print_exc()
+        advice = f"; {_advice(current_stage())}" if _advice else ""
+        _end_with(f"{str(error).partition('. GPU')[0]}{advice}")  # what follows is the allocator's state
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        _end_with(f"{error}; make room, and go on with --resume auto")
+    if _job is not None and _job.size > 1:
+        time.sleep(2)  # launchers blame the first to end: not a rank that fails because another is gone
+        if isinstance(error, dist.DistError) or "by peer" in str(error):  # the latter is Gloo's RuntimeError
+            traceback.print_exc()
+            why = "its own message says why, or it has none and was killed (kill -9, out of memory: see dmesg)"
+            _end_with(f"another rank has ended: {why} ({str(error).partition('. ')[0]})")
 
 
 def _end_with(what: str, code: Any = 1) -> NoReturn:
@@ -324,27 +345,13 @@ def _end_with(what: str, code: Any = 1) -> NoReturn:
     end_process(code if isinstance(code, int) and code & 255 else 1)
 
 
-@contextmanager
-def _reported_exits() -> Iterator[None]:
-    """In the block, os._exit of this process says who called it, and with which code; instead of 0 the code is 1.
-    Processes that are forked from this one end as they like. Nobody sees native code that calls _exit."""
-    pid = os.getpid()
-
-    def reported(status: int) -> NoReturn:
-        if os.getpid() != pid:
-            end_process(status)
-        caller = sys._getframe(1)
-        _end_with(f"{_exit_call('os._exit', status)} in {caller.f_code.co_filename}:{caller.f_lineno}", status)
-
-    os._exit = reported
-    try:
-        yield
-    finally:
-        os._exit = end_process
-
-
-def _exit_call(name: str, code: Any) -> str:
-    return f"the run was ended by {name}({'' if code is None else repr(code)})"
+def _exit_of_user_code(pid: int, status: int) -> NoReturn:
+    """os._exit during `run`. Processes forked from this one end as they like. Native code's _exit is not seen."""
+    if os.getpid() != pid:
+        end_process(status)
+    caller = sys._getframe(1)
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    _end_with(f"the run was ended by os._exit({status}) in {where}", status)
 
 
 def _leave() -> None:
@@ -366,7 +373,7 @@ def collective_timeout() -> timedelta:
 
 
 def wait_for_all() -> None:
-    """Waits for every rank that trains, without the time limit of a collective: for the end of an unlimited stage."""
+    """Waits for all training ranks without a collective's time limit: for the end of an unlimited stage."""
     if _job is None:
         return
     store, rank, size, _ = _job
@@ -383,7 +390,7 @@ _interrupted_at = -math.inf
 
 
 def on_early_end(act: Callable[[bool], None] | None) -> None:
-    """Registers `act(interrupted)`, called when the run ends early, by Ctrl-C or an exception; None unregisters it."""
+    """Registers `act(interrupted)`, called when Ctrl-C or an exception ends the run; None unregisters it."""
     global _at_early_end
     _at_early_end = act
 
@@ -405,7 +412,7 @@ def _end_early(interrupted: bool) -> None:
 
 
 def _interrupt(*_) -> None:
-    """Ignores a second SIGINT within a second: the terminal sends one to all processes, then torchrun to the ranks."""
+    """A second SIGINT within a second is ignored: the terminal sends one to all, then torchrun to the ranks."""
     global _interrupted_at
     again_s, _interrupted_at = time.monotonic() - _interrupted_at, time.monotonic()
     if again_s > 1:
@@ -413,7 +420,7 @@ def _interrupt(*_) -> None:
 
 
 def _interrupt_again(dropped: Any) -> None:
-    """Python drops what a signal's handler raises during a destructor or a collector's callback: Ctrl-C, too."""
+    """Python drops what a signal handler raises during a destructor or a collector's callback: here it comes again."""
     global _interrupted_at
     if dropped.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(dropped)
@@ -423,7 +430,7 @@ def _interrupt_again(dropped: Any) -> None:
 
 
 def print_last(line: str, launcher: int | None) -> None:
-    """Prints on stderr, if a launcher (its pid) started this process below what the launcher prints when it ends."""
+    """Prints on stderr: below what a launcher (its pid), if there is one, prints when it ends."""
     if launcher is None:
         print(line, file=sys.stderr, flush=True)
         return

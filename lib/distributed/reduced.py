@@ -1,7 +1,6 @@
-"""Metrics over micro-batches and ranks: each rank reports totals and counts, which `reduce_metrics` combines. A mean of
-the ranks' means would be wrong where they hold different counts. A metric without data is left out, not 0. A number may
-be a tensor without dimensions: it stays on its device until `reduce_metrics` reads all of them at once, so that the
-host does not wait for the GPU in the middle of an update."""
+"""Metrics over micro-batches and ranks. Each rank reports totals and counts, which `reduce_metrics` combines: a mean of
+the ranks' means would be wrong where their counts differ. A metric without data is left out. A number may be a tensor
+without dimensions: `reduce_metrics` reads all of them at once, so that the host does not wait within an update."""
 
 import math
 import operator
@@ -51,8 +50,8 @@ Metric = Mean | Std | Sum | Max | Min | float
 
 
 def reduce_metrics(local: Mapping[str, Metric]) -> dict[str, float]:
-    """The metrics of all ranks as plain floats, equal on every rank. A collective; without a process group: local only.
-    A rank may lack keys. A plain number, such as a learning rate, is the same on all ranks: the lowest's is used."""
+    """The metrics of all ranks as plain floats. A collective; without a process group, of this process only. A rank may
+    lack keys. Of a plain number, such as a learning rate, the lowest rank's is used."""
     mine = _read(local)
     ranks = [mine]
     if dist.is_initialized():
@@ -73,10 +72,8 @@ def reduce_metrics(local: Mapping[str, Metric]) -> dict[str, float]:
             case Max(value) | Min(value):
                 if value != (-math.inf if isinstance(metric, Max) else math.inf):
                     reduced[key] = float(value)
-            case Sum(value):
+            case Sum(value) | value:
                 reduced[key] = float(value)
-            case plain:
-                reduced[key] = float(plain)
     return reduced
 
 

@@ -34,9 +34,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> DeviceMesh:
     """The mesh, whose dimension "shard" splits parameters, gradients and optimizer state, by default over all ranks.
-    replicas (HSDP): each is split over size / replicas consecutive ranks, which gather weights among themselves; only
-    gradients are added up between replicas. Raises InputError for unequal replicas. tensor_parallel: so many neighbours
-    form the dimension "tensor", along which `shard_model` splits layers; there is one replica then."""
+    replicas (HSDP): each is split over size / replicas consecutive ranks; only gradients cross replicas.
+    tensor_parallel: so many neighbours form the dimension "tensor", along which `shard_model` splits layers; there is
+    one replica then. Raises InputError for unequal replicas."""
     if tensor_parallel > 1:
         return _mesh(world, shard=world.size // tensor_parallel, tensor=tensor_parallel)
     if world.size % replicas:
@@ -47,7 +47,7 @@ def make_mesh(world: World, replicas: int = 1, tensor_parallel: int = 1) -> Devi
 
 
 def _mesh(world: World, **sizes: int) -> DeviceMesh:
-    """A mesh of these sizes, whose groups get the job's time limit for a collective, not torch's 10 or 30 minutes."""
+    """Its groups get the job's time limit for a collective, not torch's 10 or 30 minutes."""
     mesh = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes if world.size > 1 else ():
         dist.distributed_c10d._set_pg_timeout(collective_timeout(), mesh.get_group(name))
@@ -55,14 +55,14 @@ def _mesh(world: World, **sizes: int) -> DeviceMesh:
 
 
 class RowGroup(NamedTuple):
-    """Neighbouring ranks that run their rows together. No state of the model, which also samples on each rank alone."""
+    """Neighbouring ranks that run their rows together."""
 
     ranks: dist.ProcessGroup
     split: Literal["tokens", "weights"]  # what each rank has a share of: sequence parallel, tensor parallel
 
 
 def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -> RowGroup | None:
-    """This rank's group: the mesh's dimension "tensor", or `sequence_parallel` ranks; None if each rank runs alone."""
+    """This rank's group: the dimension "tensor", or `sequence_parallel` ranks; None if each rank runs alone."""
     if "tensor" in mesh.mesh_dim_names:
         return RowGroup(mesh.get_group("tensor"), "weights")
     if sequence_parallel == 1:
@@ -73,7 +73,7 @@ def make_row_group(world: World, mesh: DeviceMesh, sequence_parallel: int = 1) -
 
 class ExpertParallel(ParallelStyle):
     """Splits the experts of a mixture's layer over the mesh, which must divide their number. All ranks hold all tokens
-    and the router: each computes what its own experts add to them, and the layer's output is the sum over ranks."""
+    and the router. Each applies its own experts, and the layer's output is the sum over ranks."""
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         for name, param in list(module.named_parameters()):  # (experts, ...)
@@ -86,26 +86,26 @@ class ExpertParallel(ParallelStyle):
 def _sum_over_experts(
     experts: Any, mesh: DeviceMesh, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """(N, H), of hidden_states (N, H) and of the k experts of a token, and their weights (N, k). A collective."""
+    """(N, H), of hidden_states (N, H), the experts of each token and their weights (N, k). A collective."""
     own = copy.copy(experts)
     own._parameters = {name: param.to_local() for name, param in experts._parameters.items()}
     own.num_experts = n = experts.num_experts // mesh.size()
-    own._is_expert_parallel = True  # transformers then leaves out the choices of expert n, which there is not
+    own._is_expert_parallel = True  # transformers then skips expert n, which does not exist
     place = top_k_index - n * mesh.get_local_rank()
     place = place.where((place >= 0) & (place < n), n)
-    # a rank's gradients of these are those by its own experts: they are added up
+    # a rank's gradients come from its own experts: they are summed over ranks
     hidden_states, top_k_weights = (
         DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         for x in (hidden_states, top_k_weights)
     )
     output = type(experts).forward(own, hidden_states, place, top_k_weights)
-    if not output.requires_grad:  # "eager", without a token for these experts: the backward is a collective even so
+    if not output.requires_grad:  # "eager" without a token for these experts: the backward is still a collective
         output = output + sum(x[:0].sum() for x in (hidden_states, top_k_weights, *own._parameters.values()))
     return DTensor.from_local(output, mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
 
 
-# the styles of transformers' tensor parallel plans, as torch's classes. replicated_with_grad_allreduce is for the norms
-# of attention heads: each rank has a share of the heads, so the weight's gradient is a sum over ranks
+# The styles of transformers' tensor parallel plans, as torch's classes. replicated_with_grad_allreduce: norms of
+# attention heads. Each rank has a share of the heads, so the weight's gradient is a sum over ranks.
 TENSOR_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -117,8 +117,8 @@ TENSOR_PARALLEL_STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def layer_plan(config: "PreTrainedConfig") -> dict[str, str]:
-    """(pattern of modules' names: style) for the layers of a text model, of transformers' plans for tensor and for
-    expert parallelism. Empty without the first. Embedding and head stay whole."""
+    """{pattern of module names: style} for a text model's layers, from transformers' plans for tensor and expert
+    parallelism. Empty without the first. Embedding and head stay whole."""
     plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if "layers." in name}
     if not plan:
         return {}
@@ -132,7 +132,7 @@ def layer_plan(config: "PreTrainedConfig") -> dict[str, str]:
 
 
 def parallel_styles(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
-    """(module's name: style) of the model's plan. Raises InputError for a parameter between split layers that the plan
+    """{module name: style} by the model's plan. Raises InputError for a parameter between split layers that the plan
     leaves out: each rank would train it on its own share of the features."""
     names = [name for name, _ in model.named_modules()]
     patterns = layer_plan(model.config).items()
@@ -147,25 +147,25 @@ def parallel_styles(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
 def shard_model(
     model: "PreTrainedModel", mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
 ) -> "PreTrainedModel":
-    """Applies FSDP2 to a transformers model, in place: a group for each decoder layer, for each layer of a vision
-    model's tower and for an embedding that is not tied to the head, and the rest in the root group.
+    """Applies FSDP2 to a transformers model, in place: one group for each decoder layer, each layer of a vision tower
+    and an untied embedding; the root group has the rest.
 
     Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for forward and backward; gradients are
     reduced in the trained parameters' dtype. Of parameters on the meta device (`on_meta` of load_model) each rank reads
     its own shards. A mesh with the dimension "tensor" also splits the layers' projections, by transformers' plan.
-    cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps; a layer is
-    copied to the device when it computes. `model.device` is then the CPU: see `compute_device`."""
+    cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps. `model.device`
+    is then the CPU: see `compute_device`."""
     wait_for_all()  # other ranks may still be loading it
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:
         dist.tensor.parallel.parallelize_module(model, mesh["tensor"], parallel_styles(model), src_data_rank=None)
         mesh = mesh["shard"]
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if cpu_offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
-    options["mp_policy"] = MixedPrecisionPolicy()
+    precision = MixedPrecisionPolicy()
     if any(p.dtype != compute_dtype for p in model.parameters()):
         master_dtype = next((p.dtype for p in model.parameters() if p.requires_grad), compute_dtype)
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload, "mp_policy": precision}
     layer_classes = getattr(model, "fsdp_layer_classes", set(model._no_split_modules))
     for module in [m for m in model.modules() if type(m).__name__ in layer_classes]:
         fully_shard(module, **options)
@@ -200,13 +200,13 @@ def compute_device(model: torch.nn.Module) -> torch.device:
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that train. Call it once, before any forward: a forward without backward leaves the root's
-    parameters unsharded, and what `model.parameters()` returns then has no gradients."""
+    """Call it once, before any forward: a forward without backward leaves the root's parameters unsharded, and what
+    `model.parameters()` returns then has no gradients."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def set_gradient_sync(model: FSDPModule, sync: bool) -> None:
-    """The next backward reduces gradients over ranks (the last micro-batch) or only accumulates them locally."""
+    """Whether the next backward reduces gradients over ranks (the last micro-batch) or only accumulates them here."""
     model.set_requires_gradient_sync(sync)
 
 
@@ -232,9 +232,9 @@ def weight_shards(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, this rank's shard as a DTensor, as `dtype`). A collective. part:
 
-    merged: of each weight, under its name before `add_lora` and with its LoRA update added, W + alpha / rank x B A.
-    Rows of W and B are split alike, and A is gathered. At the end come the saved buffers, whole and in their own dtype.
-    base: the same without the update. adapter: of each A and B, by the names in peft's files."""
+    merged: each weight, by its name before `add_lora`, with its LoRA update: W + alpha / rank x B A. Rows of W and B
+    are split alike, and A is gathered. At the end come the saved buffers, whole and in their own dtype.
+    base: the same without the update. adapter: each A and B, by the names in peft's files."""
     device = compute_device(model)
     for module in fsdp_modules(model):
         module.reshard()
@@ -242,25 +242,25 @@ def weight_shards(
         if (".lora_" in name) != (part == "adapter"):
             continue
         value = param.detach().to(device)
-        if part == "merged":
-            name, value = merged_weight(model, name, value)
-        else:
+        if part != "merged":
             name = name.replace(".base_layer.", ".").replace(".default.", ".")
+        elif ".base_layer." in name:
+            name, value = merged_weight(model, name, value)
         yield name, value if dtype is None else value.to(dtype)
     if part != "adapter":
         yield from ((name, value.to(device)) for name, value in saved_buffers(model).items())
 
 
 def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a model's files have, such as the routers' `e_score_correction_bias` (DeepSeek-V3)."""
+    """The buffers in a model's files, such as the routers' `e_score_correction_bias` (DeepSeek-V3)."""
     buffers = dict(model.named_buffers())
     return {name: value for name, value in model.state_dict().items() if name in buffers}
 
 
 @torch.no_grad()
 def merged_weight(model: "PreTrainedModel", name: str, weight: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """The parameter's name before `add_lora`, and `weight`, its value, with the update of the model's adapters added.
-    A collective, if the adapters are sharded."""
+    """(the parameter's name before `add_lora`, its value `weight` with the adapters' update added). A collective if
+    the adapters are sharded."""
     path, adapted, leaf = name.rpartition(".base_layer.")
     if adapted and leaf == "weight":
         layer = model.get_submodule(path)
@@ -274,16 +274,15 @@ def merged_weight(model: "PreTrainedModel", name: str, weight: torch.Tensor) -> 
 def iter_full_params(
     model: torch.nn.Module, dtype: torch.dtype | None = None, part: Part = "merged"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor) of the weights of `weight_shards`, one at a time, on every rank. A collective: every
-    rank must run through all of it. Extra memory: twice the largest parameter. Tied weights come once, under the name
-    of the embedding. dtype: a shard is cast before it is gathered."""
+    """Yields (name, whole tensor) of the weights of `weight_shards`, one at a time. A collective: every rank must run
+    through all of it. Extra memory: twice the largest parameter. Tied weights come once, by the embedding's name."""
     for name, shard in weight_shards(model, dtype, part):
         yield name, full_tensor(shard)
 
 
 @contextmanager
 def unsharded(model: torch.nn.Module) -> Iterator[None]:
-    """In the block all parameters are whole. Forward passes need no collective there, so ranks may run different
+    """In the block all parameters are whole: forward passes are no collectives, so that ranks may run different
     numbers of them (generation). Run no backward in it."""
     modules = fsdp_modules(model)
     for module in modules:

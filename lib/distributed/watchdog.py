@@ -16,9 +16,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-# Each rank has a watcher, a thread that tells the other ranks through the job's store where its rank is. When a stage
-# has taken a 30th of its time limit, and each time that has doubled, the watcher prints where all ranks are. At the
-# limit it ends the process. The launcher then ends the other ranks or, with --max-restarts, starts all of them anew.
+# On each rank a thread writes its rank's stage to the job's store. When a stage has taken a 30th of its time limit, and
+# each time that has doubled, the thread prints where all ranks are. At the limit it ends the process. The launcher then
+# ends the other ranks or, with --max-restarts, restarts all of them.
 
 _stage = ("start", time.monotonic(), True)  # this rank's stage, since when, and whether its time is limited
 _watcher: threading.Thread | None = None
@@ -39,7 +39,7 @@ class LauncherLost(RuntimeError):
 
 
 def enter_stage(name: str, limited: bool = True) -> None:
-    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time. One not `limited` may last."""
+    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time, which may be unlimited."""
     global _stage
     _stage = (name, time.monotonic(), limited)
 
@@ -69,7 +69,7 @@ def _say_and_note(line: str) -> None:
 
 
 def stop_watching(wait_s: float | None = None) -> None:
-    """Ends the watcher, and waits for its end, which takes long where the job's store does not answer."""
+    """Ends the watcher and waits for its end, which takes long if the job's store does not answer."""
     if _watcher is not None:
         _finished.set()
         _watcher.join(wait_s)
@@ -123,7 +123,7 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
 
 
 def _line_of_main_thread() -> str:
-    """file:line at which the main thread is, in the innermost function outside packages; or "debugger"."""
+    """file:line of the main thread, in the innermost function outside packages; or "debugger"."""
     frame, line = sys._current_frames()[threading.main_thread().ident], ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -136,7 +136,7 @@ def _line_of_main_thread() -> str:
 
 
 def _describe(states: dict[int, tuple[str, float, float]]) -> str:
-    """Where the ranks are. Those that have been there longest, for whom the others may be waiting, come first."""
+    """Where the ranks are. Those that have been there longest come first: the others may be waiting for them."""
     groups = defaultdict(list)
     for rank, (where, seconds, silence) in states.items():
         groups[where, silence > 0].append((seconds, silence, rank))

@@ -1,13 +1,13 @@
 """Keeps the sequences of a packed row apart in every layer that mixes tokens, and says which models allow that.
 
-Attention runs inside each sequence: packed_sdpa on any device, varlen on a GPU. A recurrent or convolutional layer
-would carry its state from one packed sequence into the next. So it gets the sequences as rows, and its output is packed
-again, on any device and with any kernel. transformers can also pass `cu_seq_lens_q` or `seq_idx` to such layers, but
-only some kernels look at them: with others, as on a CPU, sequences silently leak into each other."""
+Attention runs inside each sequence: packed_sdpa on any device, varlen on a GPU. A recurrent or convolutional layer gets
+the sequences as rows, and its output is packed again. transformers can also pass `cu_seq_lens_q` or `seq_idx` to such
+layers, but only some kernels read them: with others, as on a CPU, sequences silently leak into each other."""
 
 import inspect
 import math
 import types
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -36,14 +36,13 @@ TELL_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # to
 def packed_attention(
     module, query, key, value, attention_mask, packed_runs=None, packed_sequences=None, scaling=None, **kwargs
 ):
-    """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) for packed sequences.
+    """Attention for transformers models. query (1, H, N, D), key and value (1, H_kv, N, D) of a packed row.
 
-    A token attends to the earlier ones of its path in the prefix tree. packing.py's `packed_runs` (packed_sdpa) or
-    `packed_sequences` (varlen) say which tokens these are. A `group_cache` (group_cache.py) computes the attention
-    itself. With none of them this is transformers' own SDPA.
+    A token attends to the earlier ones of its path in the prefix tree, by packing.py's `packed_runs` (packed_sdpa) or
+    `packed_sequences` (varlen). A `group_cache` (group_cache.py) attends itself. With none this is transformers' SDPA.
 
     In a `sequence_group` of n ranks each rank has N / n tokens of the packed row, and attends with H / n heads to all N
-    tokens. An all-to-all before and one after switch between the two (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+    tokens: an all-to-all before and one after (DeepSpeed-Ulysses, arXiv 2309.14509)."""
     sequence_group, window = kwargs.pop("sequence_group", None), kwargs.get("sliding_window")
     if (group_cache := kwargs.pop("group_cache", None)) is not None:
         return group_cache.attend(module, query, key, value, scaling), None
@@ -78,16 +77,9 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
             k, v = (_take(torch.cat([x[j] for j in (*run.runs_above, i)]), run.places) for x in (keys, values))
             q = _take(queries[i], run.places[:, -run.length :] - sum(sizes[j] for j in run.runs_above))
         q, k, v = (rearrange(x, "s l h d -> s h l d") for x in (q, k, v))  # for k and v, l is P + length
-        mask = None
+        mask: Any = None
         if run.blocks is not None or (window is not None and k.shape[2] > window):
-            position = torch.arange(k.shape[2], device=q.device)
-            distance = position[-run.length :, None] - position[None, :]
-            mask = distance >= 0
-            if run.blocks is not None:
-                same = run.blocks[:, None, :, None] == run.blocks[:, None, None, :]  # (count, 1, length, length)
-                mask = mask | (same & (run.blocks >= 0)[:, None, None, :])
-            if window is not None:
-                mask = mask & (distance < window)
+            mask = _mask_of_run(run, k.shape[2], window, q.device)
         elif run.places is not None:
             mask = causal_lower_right(run.length, k.shape[2])
         gqa = query.shape[1] != key.shape[1]
@@ -95,6 +87,17 @@ def _attend_by_runs(query, key, value, packed_runs, window: int | None, scaling:
         out = rearrange(out, "s h l d -> (s l) h d")
         outputs.append(out if run.real is None else _take(out, run.real))
     return torch.cat(outputs)
+
+
+def _mask_of_run(run, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """(length, keys), for images (count, 1, length, keys): what each query of the run sees."""
+    position = torch.arange(keys, device=device)
+    distance = position[-run.length :, None] - position[None, :]
+    mask = distance >= 0
+    if run.blocks is not None:
+        same = run.blocks[:, None, :, None] == run.blocks[:, None, None, :]  # (count, 1, length, length)
+        mask = mask | (same & (run.blocks >= 0)[:, None, None, :])
+    return mask if window is None else mask & (distance < window)
 
 
 def _attend_by_sequences(query, key, value, packed, window: int | None, scaling: float | None) -> torch.Tensor:
@@ -124,8 +127,8 @@ def _all_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _take(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """x[places] for x (n, H, D). The gradient of an embedding adds up in fp32, in one order; that of index_select by
-    atomic additions. On a CPU it is twice as fast as that of an index."""
+    """x[places] for x (n, H, D). An embedding's gradient adds up in fp32 and in one order, index_select's by atomic
+    additions; on a CPU it is twice as fast as that of an index."""
     return rearrange(F.embedding(places, rearrange(x, "n h d -> n (h d)")), "... (h d) -> ... h d", h=x.shape[1])
 
 
@@ -157,9 +160,8 @@ def use_packed_sdpa(model: PreTrainedModel) -> None:
 
 
 def attention_and_packing(config: PreTrainedConfig, attn_implementation: str) -> tuple[str, str | None]:
-    """(the attention implementation to load with, why rows cannot be packed or None if they can). For a model that
-    packed_attention cannot handle, this is transformers' own sdpa or eager. Raises InputError if `sdpa` would silently
-    leave out the model's soft caps."""
+    """(the attention implementation to load with, why rows cannot be packed or None). Models that packed_attention
+    cannot handle take transformers' sdpa or eager. Raises InputError if `sdpa` would silently ignore soft caps."""
     text, family = config.get_text_config(), family_of(config)
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if family is None else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     cls = mapping.get(type(config), None)  # None: remote code
@@ -197,10 +199,9 @@ def carries_state(model: PreTrainedModel) -> bool:
 
 
 def lay_out(model: PreTrainedModel, name: str, attention: str, padding_free: bool, share_prompts: bool) -> None:
-    """Decides how rows go through the model, and sets its attributes padding_free and share_prompts. If that is not
-    what was asked for, it prints why. Layers that carry a state will take the `sequence_rows` of a packed row from
-    their parent's `forward`, because not every parent passes its keywords on. Raises InputError if the model's output
-    at a token depends on later tokens, or on chance."""
+    """Decides how rows go through the model, sets its attributes padding_free, share_prompts and takes_rows, and prints
+    why it is not as asked. Layers that carry a state take the `sequence_rows` of a packed row from their parent, as not
+    every parent passes its keywords on. Raises InputError if a token's output depends on later tokens, or on chance."""
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise InputError(f"{name}: its attention is not causal; use a decoder")
     if model.config.get_text_config().model_type == "phimoe":
@@ -212,7 +213,7 @@ def lay_out(model: PreTrainedModel, name: str, attention: str, padding_free: boo
         reason = f"it has no layers of {kind}"
     for parent, layer in pairs:
         layer.rows, layer.forward = None, types.MethodType(_by_rows, layer)
-        parent.__class__ = _that_hands_down(type(parent))  # type: ignore[arg-type]  # a class is hashable
+        before_forward(parent, _give_rows)
     if reason and padding_free:
         _say(f"{name}: rows are padded and prompts not shared, because {reason}")
     model.takes_rows = bool(pairs)
@@ -231,18 +232,25 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
+def before_forward(module: torch.nn.Module, act: Callable[[Any, dict], None]) -> None:
+    """The module's `forward` first calls act(module, its keywords). A hook would not do: gradient checkpointing repeats
+    only `forward` (transformers 5.23; 5.19 repeats hooks too)."""
+    module.__class__ = _class_that_acts(type(module), act)  # type: ignore[arg-type]  # a class is hashable
+
+
 @cache
-def _that_hands_down(parent_class: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The class with a `forward` that first hands `sequence_rows` to its layers. No hook does it, because gradient
-    checkpointing repeats only `forward` (transformers 5.23; 5.19 repeats hooks too)."""
-
+def _class_that_acts(cls: Any, act: Callable[[Any, dict], None]) -> Any:
     def forward(self, *args, **kwargs):
-        for layer in self.children():
-            if hasattr(layer, "rows"):
-                layer.rows = kwargs.get("sequence_rows")
-        return parent_class.forward(self, *args, **kwargs)
+        act(self, kwargs)
+        return cls.forward(self, *args, **kwargs)
 
-    return type(parent_class.__name__, (parent_class,), {"forward": forward, "__module__": parent_class.__module__})
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _give_rows(parent: torch.nn.Module, kwargs: dict) -> None:
+    for layer in parent.children():
+        if hasattr(layer, "rows"):
+            layer.rows = kwargs.get("sequence_rows")
 
 
 def _by_rows(layer: torch.nn.Module, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:

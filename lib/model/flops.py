@@ -1,15 +1,14 @@
-"""Model FLOPs of an update: what forward and backward have to compute. The numerator of MFU.
+"""Model FLOPs of an update's forward and backward: the numerator of MFU.
 
-With N weights in matrix products, a token takes 2 N FLOPs forward and 4 N backward (Kaplan et al., 2001.08361), in all
-6 N. Attention takes 12 D for each token and each token that it sees, D = layers x heads x head size; that is PaLM's 12
-L H Q T a token (2204.02311, appendix B), but for PaLM's T also counts the tokens behind it, which are masked. Where
-keys and values differ in size, as in latent attention, the head size is their mean.
+With N weights in matrix products, a token takes 2 N FLOPs forward and 4 N backward (Kaplan et al., 2001.08361). A
+frozen weight takes 4 in all, a frozen tower, which has no backward, 2. Attention takes 12 D for each token and each
+token that it sees, D = layers x heads x head size (`attention_width`): PaLM's 12 L H Q T a token (2204.02311, appendix
+B), whose T also counts the masked tokens.
 
-Not counted, as in PaLM: what is computed twice (gradient checkpointing, the logits in the backward), padding, norms,
-softmax. A shared prefix counts once, the output head at trained tokens only, what follows the last position of a
-sequence that predicts one not at all, and of a mixture the experts that a token goes to. A frozen weight takes 4, a
-frozen tower, which has no backward, 2. Too much is counted for sliding windows, too little for layers that carry a
-state and for the tower of a vision model (their weights only)."""
+A shared prefix counts once, the output head at trained tokens only, of a mixture the experts that a token goes to. Not
+counted: recomputation, padding, norms, softmax, and what follows a sequence's last position that predicts a trained
+token. Too much is counted for sliding windows, too little for layers that carry a state and for a vision tower (their
+weights only)."""
 
 from typing import NamedTuple
 
@@ -17,8 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lib.data import PrefixTree, attention_width, count_patches, on_host
+from lib.data import PrefixTree, attention_width, count_patches, on_host, prefix_tree
 from lib.data_proto import DataProto
+from lib.distributed import Mean, Metric, Sum
 from lib.model.vision import patches_per_feature, vision_names
 
 
@@ -33,7 +33,7 @@ class Flops(NamedTuple):
 
 
 def flops_of(model: PreTrainedModel) -> Flops:
-    """The FLOPs of a model; of all ranks together if its weights are sharded."""
+    """The FLOPs of a model, whole even if its weights are sharded."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
@@ -60,12 +60,35 @@ def flops_of(model: PreTrainedModel) -> Flops:
 
 
 def update_flops(flops: Flops, micro: DataProto, tree: PrefixTree) -> float:
-    """FLOPs of forward and backward over this rank's rows of a micro-batch, whose prefix tree it is."""
+    """FLOPs of forward and backward over this rank's rows of a micro-batch, with their prefix tree."""
     pairs = sum(n * above + n * (n + 1) // 2 for n, above in zip(tree.lengths, tree.above))
     trained = int(on_host(micro).batch["response_mask"].sum())
     of_text = sum(tree.lengths) * flops.token + trained * flops.prediction + pairs * flops.pair
+    if not flops.patch:
+        return of_text
     encoded = {rows[0] for rows, above in zip(tree.rows, tree.above) if not above}  # the others share their prompts
     return of_text + float(count_patches(micro, flops.patch_size)[sorted(encoded)].sum()) * flops.patch
+
+
+class UpdateFlops:
+    """What a model's updates compute: FLOPs, tokens, and how many tokens they would be if none was shared."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.flops = model, flops_of(model)
+        self.total, self.tokens, self.separate = 0.0, 0, 0
+
+    def count(self, micro: DataProto) -> None:
+        tree = prefix_tree(on_host(micro), share=self.model.share_prompts)
+        self.total += update_flops(self.flops, micro, tree)
+        self.tokens += sum(tree.lengths)
+        self.separate += tree.separate_tokens
+
+    def end(self) -> dict[str, Metric]:
+        """Since the last call."""
+        metrics: dict[str, Metric] = {"perf/update_tflops": Sum(self.total / 1e12)}
+        metrics["perf/shared_prefix_tokens_share"] = Mean(self.separate - self.tokens, self.separate)
+        self.total, self.tokens, self.separate = 0.0, 0, 0
+        return metrics
 
 
 def _products(weight: torch.Tensor) -> float:

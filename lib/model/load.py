@@ -36,7 +36,7 @@ from lib.model.vision import family_of, prompt_logits, tower_layers, value_class
 COMPILER = "inductor"  # of torch.compile; tests take one that is sooner done
 
 disable_progress_bar()  # transformers would show one loading bar per rank
-# hides the table of missing and unexpected weights that each rank would print; `_from_pretrained` says it in one line
+# each rank would print a table of missing and unexpected weights; `_from_pretrained` says it in one line
 logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 
@@ -50,31 +50,27 @@ def split_gguf(path: str, *, weights: bool = False) -> tuple[str, dict[str, str]
 
 def check_sequence_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
     """Raises InputError if `size` ranks cannot split the heads, or if not only attention mixes tokens."""
-    if size == 1:
-        return
-    config = _packed_config(path, "--sequence-parallel-size", size, flag, trust_remote_code, states=False)
-    heads = getattr(config, "num_attention_heads", 0)
-    if heads == 0 or heads % size:
-        raise InputError(f"--sequence-parallel-size {size}: must divide the {heads} attention heads of {flag} {path}")
+    if size > 1:
+        split, name = f"--sequence-parallel-size {size}", f"{flag} {path}"
+        config = _config_to_split(split, name, config_of(path, flag, trust_remote_code), states=False)
+        _check_divides(split, size, f"attention heads of {name}", getattr(config, "num_attention_heads", 0))
 
 
 def check_tensor_parallel(path: str, size: int, *, flag: str = "--model", trust_remote_code: bool = False) -> None:
-    """Raises InputError for a model whose heads or experts cannot be split over `size` ranks, or whose tensor-parallel
-    plan in transformers is missing or has styles that `shard_model` does not know."""
+    """Raises InputError if `size` ranks cannot split the heads or experts, or if transformers has no tensor-parallel
+    plan for the model, or one with styles that `shard_model` does not know."""
     if size == 1:
         return
-    config = _packed_config(path, "--tensor-parallel-size", size, flag, trust_remote_code, states=True)
-    styles = set(layer_plan(config).values()) or {"no"}
-    others = styles - TENSOR_PARALLEL_STYLES.keys()
     split, name = f"--tensor-parallel-size {size}", f"{flag} {path}"
-    if others:
-        raise InputError(f"{split}: {name} has {min(others)} layers in its plan: drop the flag")
-    heads = {config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
-    if any(n % size for n in heads):
-        raise InputError(f"{split}: must divide the {min(heads)} key and value heads of {name}")
-    experts = [getattr(config, key, None) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts")]
-    if "experts" in styles and any(n % size for n in experts):
-        raise InputError(f"{split}: must divide the {max(experts)} experts of {name}")
+    config = _config_to_split(split, name, config_of(path, flag, trust_remote_code), states=True)
+    styles = set(layer_plan(config).values()) or {"no"}
+    if unknown := styles - TENSOR_PARALLEL_STYLES.keys():
+        raise InputError(f"{split}: {name} has {min(unknown)} layers in its plan: drop the flag")
+    heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads]
+    _check_divides(split, size, f"key and value heads of {name}", *sorted(heads))
+    if "experts" in styles:
+        experts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
+        _check_divides(split, size, f"experts of {name}", *filter(None, experts))
 
 
 def check_routing_replay(path: str, *, trust_remote_code: bool = False) -> None:
@@ -93,55 +89,62 @@ def takes_varlen(path: str, *, trust_remote_code: bool = False) -> bool:
     return size % 8 == 0 and size <= 256 and not (family and family.bidirectional)
 
 
-def _packed_config(
-    path: str, split: str, size: int, flag: str, trust_remote_code: bool, *, states: bool
-) -> PreTrainedConfig:
-    """The config of a text model that takes packed rows. states: also one with layers that carry a state from token to
-    token. Raises InputError for any other."""
-    config = config_of(path, flag, trust_remote_code)
+def _config_to_split(split: str, name: str, config: PreTrainedConfig, *, states: bool) -> PreTrainedConfig:
+    """The text model's config. Raises InputError unless its rows can be packed, and for layers that carry a state
+    unless `states`."""
+    flag = split.partition(" ")[0]
     if family_of(config):
-        raise InputError(f"{split} {size}: {flag} {path} takes images, which are not split over ranks; drop {split}")
+        raise InputError(f"{split}: {name} takes images, which are not split over ranks; drop {flag}")
     reason = attention_and_packing(config, "packed_sdpa")[1]
     if reason is None and other_layers(config) and not states:
         reason = "it has layers that carry a state from token to token"
     if reason:
-        raise InputError(f"{split} {size}: {flag} {path} cannot be split: {reason}; drop {split}")
+        raise InputError(f"{split}: {name} cannot be split: {reason}; drop {flag}")
     return config.get_text_config()
+
+
+def _check_divides(split: str, size: int, what: str, *numbers: int) -> None:
+    if any(n == 0 or n % size for n in numbers):
+        raise InputError(f"{split}: must divide the {numbers[0]} {what}")
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """An error of the block, such as a network's or that of an unknown architecture, becomes an InputError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what}: {str(error).splitlines()[0]}") from error
 
 
 def config_of(path: str, flag: str, trust_remote_code: bool) -> PreTrainedConfig:
     folder, gguf = split_gguf(path)
-    try:
+    with _one_line(f"{flag} {path}: cannot load its config"):
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{flag} {path}: cannot load its config: {str(error).splitlines()[0]}") from error
 
 
 def load_processor(path: str, *, trust_remote_code: bool = False) -> transformers.ProcessorMixin | None:
-    """The processor of `path`, which makes tokens and tensors of images. None if the model takes no images or comes
-    without one, as a .gguf file does: it then runs on text alone."""
+    """The processor of `path`, which makes tokens and tensors of images. None for a text model, and for a model without
+    one, such as a .gguf file: it then runs on text alone."""
     if family_of(config_of(path, "--model", trust_remote_code)) is None:
         return None
     folder, files = local_copy(path, weights=False), ("processor_config.json", "preprocessor_config.json")
-    try:
+    with _one_line(f"--model {path}: cannot load its processor"):
         if not any(cached_file(folder, name, _raise_exceptions_for_missing_entries=False) for name in files):
             return None
-        processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        processor.tokenizer.init_kwargs.pop("local_files_only", None)  # as load_tokenizer
-        return processor
-    except ImportError as error:
-        raise InputError(f"--model {path}: its processor needs torchvision: install it") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"--model {path}: cannot load its processor: {str(error).splitlines()[0]}") from error
+        try:
+            processor = transformers.AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except ImportError as error:
+            raise ValueError("it needs torchvision: install it") from error
+    processor.tokenizer.init_kwargs.pop("local_files_only", None)  # as load_tokenizer
+    return processor
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "--model") -> PreTrainedTokenizerBase:
     """The tokenizer of `path`; a missing pad token becomes the eos token. Raises InputError."""
     folder, gguf = split_gguf(path)
-    try:
+    with _one_line(f"{flag} {path}: cannot load its tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **gguf)
-    except OSError as error:
-        raise InputError(f"{flag} {path}: cannot load its tokenizer: {str(error).splitlines()[0]}") from error
     tokenizer.init_kwargs.pop("local_files_only", None)  # exports would differ by whether there was a network
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -152,23 +155,22 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "-
 class LoadOptions:
     """What the load functions take by name."""
 
-    dtype: torch.dtype = torch.float32
-    """of the weights; explicit because transformers takes the checkpoint's, and AdamW on bf16 weights loses updates"""
+    dtype: torch.dtype = torch.float32  # of the weights: AdamW on a checkpoint's bf16 weights would lose updates
     attn_implementation: str = "packed_sdpa"
     # how `response_log_probs` lays out its rows; where a model does not allow it, its own attributes are False
     padding_free: bool = True
     share_prompts: bool = True
     gradient_checkpointing: bool = False
-    offload_activations: bool = False  # what autograd keeps of the forward waits in CPU memory for the backward pass
+    offload_activations: bool = False  # what autograd keeps for the backward pass waits in CPU memory
     trust_remote_code: bool = False
     on_meta: bool = False
-    """read no weights yet: `shard_model` reads from the safetensors files only what its rank holds, so that no process
-    holds the whole model. If transformers has to convert the weights, they are all read now instead"""
+    """read no weights yet: `shard_model` reads only what its rank holds, so that no process holds the whole model. If
+    transformers has to convert the weights, they are all read now"""
 
 
 def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTrainedModel:
-    """A causal LM from a Hugging Face id, a folder or a .gguf file, without dropout. options: those of `LoadOptions`.
-    Its method `token_log_probs`, and `prompt_logits` of a vision model, are forwards to FSDP."""
+    """A causal LM from a Hugging Face id, a folder or a .gguf file. options: those of `LoadOptions`. FSDP treats its
+    methods `token_log_probs` and, of a vision model, `prompt_logits` as forwards."""
     how = LoadOptions(**options)
     model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_log_probs, how)
@@ -181,26 +183,24 @@ def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTraine
 
 
 def load_critic(path: str, **options: Any) -> PreTrainedModel:
-    """A token classifier with one output, the value. `path` is what `load_model` takes, or a critic or reward model.
-    options: those of `LoadOptions`. If `path` has no value head (a causal LM), the head starts at zero: a random one
-    would differ from rank to rank. The model gets the method `token_values`. A vision model is `value_class`. Raises
-    InputError: the architecture has no token classification, or the head has another number of outputs."""
+    """A token classifier with one output, the value, and the method `token_values`. `path` may also be a critic, a
+    reward model, or a causal LM: its value head starts at zero, as a random one would differ from rank to rank.
+    Raises InputError: the architecture has no token classification, or the head has another number of outputs."""
     flag, how = "--critic-model", LoadOptions(**options)
     # classifier_dropout must be set: transformers' default drops 10 % of the head's input
     settings = {"num_labels": 1, "classifier_dropout": 0.0}
     model, missing = _from_pretrained(transformers.AutoModelForTokenClassification, path, flag, how, **settings)
     head = value_head(model)
     new = {name for name in missing if model.get_submodule(name.rpartition(".")[0]) is head}
-    for name in new:
-        zeros = torch.zeros(model.get_parameter(name).shape, dtype=how.dtype)  # also if the rest is on the meta device
+    for name in new:  # also if the rest is on the meta device
+        zeros = torch.zeros(model.get_parameter(name).shape, dtype=how.dtype)
         setattr(head, name.rpartition(".")[2], torch.nn.Parameter(zeros))
     return _prepare(model, missing - new, f"{flag} {path}", token_values, how)
 
 
 def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A sequence classifier with one output, frozen, and its own tokenizer. The model gets the method `token_values`.
-    options: those of `LoadOptions`. Raises InputError: the model has no head (a causal LM), a head with more than one
-    output, or no chat template."""
+    """A frozen sequence classifier with one output and the method `token_values`, and its own tokenizer. Raises
+    InputError: the model has no head (a causal LM), a head with more than one output, or no chat template."""
     flag, how = "--reward-model", LoadOptions(**options)
     model, missing = _from_pretrained(transformers.AutoModelForSequenceClassification, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_values, how).requires_grad_(False).eval()
@@ -208,7 +208,7 @@ def load_reward_model(path: str, **options: Any) -> tuple[PreTrainedModel, PreTr
         raise InputError(f"{flag} {path}: it has {model.config.num_labels} outputs; give a model with one, the score")
     tokenizer = load_tokenizer(path, trust_remote_code=how.trust_remote_code, flag=flag)
     if not tokenizer.chat_template:
-        raise InputError(f"{flag} {path}: its tokenizer has no chat template, by which it would read a conversation")
+        raise InputError(f"{flag} {path}: its tokenizer has no chat template to read a conversation by")
     return model, tokenizer
 
 
@@ -217,10 +217,9 @@ def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **setti
     check_model_path(path, flag)
     folder, gguf = split_gguf(path, weights=True)
     enter_stage(f"loading {flag} {path}", limited=False)  # perhaps a download; `shard_model` ends this stage
-    try:
+    with _one_line(f"{flag} {path}: cannot load it"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=how.trust_remote_code, **gguf)
         auto_class = class_of(auto_class, config)
-        attn_implementation, _ = attention_and_packing(config, how.attn_implementation)
         parts = (config, config.get_text_config(), *([config.vision_config] if family_of(config) else []))
         for part in parts:  # sampling and training must compute the same log-probs
             for name, value in vars(part).items():
@@ -228,8 +227,8 @@ def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **setti
                     setattr(part, name, 0.0)
         for name, value in settings.items():
             setattr(config, name, value)
-        options: dict[str, Any] = {"dtype": how.dtype, "attn_implementation": attn_implementation}
-        options["trust_remote_code"] = how.trust_remote_code
+        options: dict[str, Any] = {"dtype": how.dtype, "trust_remote_code": how.trust_remote_code}
+        options["attn_implementation"], _ = attention_and_packing(config, how.attn_implementation)
         if how.on_meta and not gguf:
             model, missing = _meta_model(auto_class, folder, config, **options)
             if model is not None:
@@ -239,8 +238,6 @@ def _from_pretrained(auto_class, path: str, flag: str, how: LoadOptions, **setti
         # mismatched sizes are refused below, in one line
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = auto_class.from_pretrained(folder, config=config, **options, **gguf)
-    except (OSError, ValueError) as error:  # ValueError: the architecture is unknown, or not for this task
-        raise InputError(f"{flag} {path}: cannot load it: {str(error).splitlines()[0]}") from error
     for name, theirs, ours in info["mismatched_keys"]:
         raise InputError(f"{flag} {path}: its {name} is of shape {tuple(theirs)}, the model needs {tuple(ours)}")
     for param in model.parameters():  # not buffers: rotary tables stay fp32
@@ -297,23 +294,23 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def fsdp_layer_classes(model: PreTrainedModel) -> set[str]:
-    """The classes whose modules are groups of their own. A vision model's _no_split_modules has odd parts of towers."""
+    """The classes of FSDP's groups. A vision model's _no_split_modules has odd parts of towers."""
     if family_of(model.config) is None:
         return set(model._no_split_modules)
     return {type(layer).__name__ for layer in (*decoder_layers(model), *tower_layers(model))}
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compiles each layer but its attention, for packed rows: once for any number of tokens and any layout. What is not
-    packed, such as hf rollouts, runs as before."""
+    """Compiles each layer but its attention, for packed rows: once for any number of tokens and any layout. Rows that
+    are not packed, such as in hf rollouts, run as before."""
     for layer in decoder_layers(model):
         compiled = torch.compile(layer.forward, dynamic=True, backend=COMPILER)
         layer.forward = partial(_compiled_if_packed, layer.forward, compiled)
 
 
 def use_liger_kernel(model: PreTrainedModel, device: torch.device) -> None:
-    """Norms, rotary embedding and gated MLP by liger-kernel's Triton kernels (arXiv 2410.10989). Logits and log-probs
-    stay ours. Raises InputError: not installed, no GPU, or no kernels for such a model."""
+    """Norms, rotary embedding and gated MLP by liger-kernel's Triton kernels (arXiv 2410.10989), but not the logits.
+    Raises InputError: not installed, no GPU, or no kernels for such a model."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
     except ImportError as error:
@@ -321,7 +318,7 @@ def use_liger_kernel(model: PreTrainedModel, device: torch.device) -> None:
     if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         raise InputError("--use-liger-kernel: its Triton kernels need a GPU; drop the flag")
     if (kind := model.config.model_type) not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise InputError(f"--use-liger-kernel: liger-kernel has no kernels for a model of type {kind}; drop the flag")
+        raise InputError(f"--use-liger-kernel: it has no kernels for a model of type {kind}; drop the flag")
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
@@ -331,8 +328,8 @@ def _compiled_if_packed(plain: Callable, compiled: Callable, *args, **kwargs):
 
 
 def freeze(model: PreTrainedModel, pattern: str) -> PreTrainedModel:
-    """Freezes in place all parameters whose whole name the regular expression matches; of a vision model also "tower",
-    "projector", or "vision", which is both. Call it before `shard_model`."""
+    """Freezes in place the parameters whose whole name the regular expression matches; of a vision model also "tower",
+    "projector", or "vision" (both). Call it before `shard_model`."""
     parts = vision_names(model, pattern) if pattern in ("tower", "projector", "vision") else []
     frozen = [p for name, p in model.named_parameters() if name in parts or re.fullmatch(pattern, name)]
     for p in frozen:
@@ -360,8 +357,8 @@ def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable,
 
 
 def _keeping_activations_on_cpu(forward):
-    """torch's save_on_cpu, but not for weights: FSDP frees these in between and gathers them again. Nor does the host
-    wait for each tensor: both copies are queued on one stream."""
+    """torch's save_on_cpu, but not for weights, which FSDP frees in between and gathers again, and without the host
+    waiting for each tensor: both copies are queued on one stream."""
 
     def pack(tensor: torch.Tensor):
         of = tensor._base if tensor._is_view() else tensor
@@ -385,17 +382,17 @@ def _keeping_activations_on_cpu(forward):
 def add_lora(
     model: PreTrainedModel, *, rank: int, alpha: float, seed: int, target_modules: str = "all-linear"
 ) -> PreTrainedModel:
-    """Freezes the model and adds LoRA adapters by peft, in place: W x becomes W x + alpha / rank x B A x (arXiv
+    """Freezes the model and adds peft's LoRA adapters, in place: W x becomes W x + alpha / rank x B A x (arXiv
     2106.09685). Call it before `shard_model`. B starts at 0, and A is the same on every rank. Both are at least fp32,
     even if W is bfloat16. A critic's value head is trained as a whole, without adapters.
 
-    target_modules: "all-linear" (of the decoder, without the head; a vision model's tower stays as it is), or a regular
-    expression that matches the whole names of linear layers. Raises InputError: no layer matches, or the head does, or
-    a layer that is not linear (peft also adapts a mixture's experts)."""
+    target_modules: "all-linear" (the decoder's linear layers but the head), or a regular expression that matches whole
+    names of linear layers. Raises InputError if none matches, or the head does, or another kind of layer."""
     from peft import LoraConfig  # its import takes seconds
     from peft.tuners.lora import LoraLayer
 
-    head, output = None if hasattr(model, "token_log_probs") else value_head(model), model.get_output_embeddings()
+    head = None if hasattr(model, "token_log_probs") else value_head(model)
+    output = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if module is head]
     model.requires_grad_(False)
     targets: str | list[str] = target_modules
@@ -412,12 +409,14 @@ def add_lora(
         torch.manual_seed(seed)
         for name, layer in model.named_modules():
             if isinstance(layer, LoraLayer):
-                adapted, fix = layer.get_base_layer(), "name other layers, such as '.*[qkvo]_proj'"
+                adapted, what = layer.get_base_layer(), ""
                 if adapted is output:  # LinearLogProbs reads its weight alone
                     what = "the head, whose adapter would not be trained"
+                elif not isinstance(adapted, torch.nn.Linear):
+                    what = "not a linear layer"
+                if what:
+                    fix = "name other layers, such as '.*[qkvo]_proj'"
                     raise InputError(f"--lora-target-modules {target_modules}: {name} is {what}; {fix}")
-                if not isinstance(adapted, torch.nn.Linear):
-                    raise InputError(f"--lora-target-modules {target_modules}: {name} is not a linear layer; {fix}")
                 for adapter in (layer.lora_A, layer.lora_B):  # on the meta device peft takes torch's default dtype
                     adapter.to(adapted.weight.dtype).to_empty(device="cpu")
                 layer.reset_lora_parameters("default", init_lora_weights=True)
@@ -439,7 +438,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
         module.reshard()
     trained = trainable_parameters(model)
     model.disable_adapters()
-    for param in trained:  # peft has frozen them; by requires_grad FSDP's first forward sets the dtype of gradients
+    for param in trained:  # peft has frozen them, and FSDP's first forward reads requires_grad
         param.requires_grad_(True)
     try:
         yield

@@ -1,5 +1,5 @@
 """Log-probs and entropies of responses, at the sampling temperature. The full fp32 logits never exist: the vocabulary
-projection goes in chunks of tokens, and its backward recomputes the chunks. This is exact."""
+projection takes a chunk of tokens at a time, and its backward recomputes the chunks. This is exact."""
 
 import itertools
 import math
@@ -23,9 +23,9 @@ from lib.sampling import Sampling, Truncation
 
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
-# How torch.compile compiles what follows the matrix product of LinearLogProbs, by the type of device. The first two
-# options keep the order of a row's sums the same for any number of rows: a resumed run may begin with another number.
-# The third: maximum and sum in one loop save nothing where the entropy needs another loop, and cost exponentials.
+# How torch.compile compiles what follows the matrix product of LinearLogProbs, by device type. The first two options
+# keep the order of a row's sums for any number of rows, with which a resumed run may begin. The third: maximum and sum
+# in one loop cost exponentials, and save nothing, as the entropy needs another loop.
 OPTIONS = {"split_reductions": False, "dynamic_scale_rblock": False, "online_softmax": False}
 COMPILE: dict[str, dict] = {device_type: {"options": OPTIONS} for device_type in COMPILED}
 CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort all takes ten times as long
@@ -35,9 +35,9 @@ CANDIDATES = 1024  # top-p first sorts only this many likeliest tokens: to sort 
 @torch.no_grad()
 def least_kept(z: torch.Tensor, top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0) -> torch.Tensor:
     """(N, 1): the lowest of the logits z (N, V) that sampling keeps. Min-p first keeps the tokens that are at least
-    min_p times as likely as the likeliest. Top-k keeps the top_k likeliest of these (all, if it is below 1); then top-p
-    keeps the fewest likeliest that have top_p of the probability left. Engines use this order, after the temperature.
-    Tokens that tie with the last one are all kept; an engine may drop some."""
+    min_p times as likely as the likeliest, then top-k the top_k likeliest (below 1: all), then top-p the fewest
+    likeliest that have top_p of the probability left: the engines' order, after the temperature. Tokens that tie with
+    the last one are all kept; an engine may drop some."""
     V, least = z.shape[-1], z.new_full((len(z), 1), -torch.inf)
     if min_p > 0:
         least = z.amax(-1, keepdim=True) + math.log(min_p)
@@ -54,23 +54,22 @@ def least_kept(z: torch.Tensor, top_p: float = 1.0, top_k: int = -1, min_p: floa
 
 
 def log_probs_of(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """(N,): log-probs of tokens y (N,) by scaled logits z (N, V), to the bit those of `LinearLogProbs`, if z are.
-    log_softmax rounds differently."""
+    """(N,): log-probs of tokens y (N,) by scaled logits z (N, V), to the bit as in `LinearLogProbs` (log_softmax rounds
+    differently)."""
     top = z.amax(-1, keepdim=True)
     lse = top + (z - top).exp().sum(-1, keepdim=True).log()
     return (z.gather(-1, y[:, None]) - lse)[:, 0]
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """Log-prob of y, entropy and, if asked for, sum_v p_v^2 without gradient, under p = softmax(h W^T / temperature), a
-    chunk of tokens at a time.
+    """Log-prob of y, entropy and, if asked for, sum_v p_v^2 without gradient, under p = softmax(h W^T / temperature).
 
     Forward keeps log-sum-exp and entropy per token; backward recomputes each chunk's logits. With z = h W^T / T:
     d logp / dz = onehot(y) - p and d H / dz = -p (log p + H).
 
-    With a truncation, p is renormalised over the tokens that `least_kept` keeps; the gradient takes that set as
-    fixed. The sampler kept y, and so all tokens that are likelier than y. After an update, or by rounding, y may be
-    outside the set here: then the set is extended down to y, and the last result is 1 (else 0)."""
+    With a truncation, p is renormalised over the tokens that `least_kept` keeps; the gradient takes that set as fixed.
+    The sampler kept y. After an update, or by rounding, y may be outside the set here: then the set is extended down
+    to y, and the last result is 1 (else 0)."""
 
     @staticmethod
     def forward(ctx, h, weight, y, inv_temperature, chunk, sum_pi_squared=False, truncation=None):
@@ -110,8 +109,8 @@ class LinearLogProbs(torch.autograd.Function):
 
 
 def _of_tokens(logits, y, inv_temperature, sum_pi_squared, truncation):
-    """(lse, logp, entropy), then sum_v p_v^2 if asked for, then, with a truncation, whether y is outside the set
-    and the least logit in it; each (n, 1). logits (n, V), y (n, 1)."""
+    """(lse, logp, entropy), sum_v p_v^2 if asked for, and with a truncation whether y is outside the set and the least
+    logit in it; each (n, 1). logits (n, V), y (n, 1)."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(inv_temperature)
     z_y, outside_and_least = z.gather(-1, y), []
     if truncation is not None:
@@ -147,9 +146,9 @@ def _gradient(logits, dtype, inv_temperature, y, lse, entropy, least, grad_logp,
 
 def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
     """fn(h W^T, *args); fn may overwrite the logits. On the devices of COMPILE it is compiled, into two loops over the
-    logits forward and one backward. What does not compile runs as it is, from then on."""
+    logits forward and one backward. If that fails, it runs uncompiled from then on."""
     if h.device.type in COMPILE:
-        # of a view torch.compile also looks at the whole, and compiles anew for other sizes of that
+        # torch.compile also looks at a view's whole tensor, and compiles anew for other sizes of it
         whole = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
         try:
             return _compiled(fn, h.device.type)(torch.mm(h, weight.T), *whole)
@@ -170,7 +169,7 @@ def _compiled(fn: Callable, device_type: str) -> Callable:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raises InputError for a parameter of sampling that these log-probs do not account for."""
+    """Raises InputError for a sampling parameter that these log-probs do not account for."""
     if sampling.repetition_penalty != 1:
         why = "it depends on the tokens before each token, which the log-probs of the loss do not account for"
         what = f"--repetition-penalty {sampling.repetition_penalty:g}: {why}"
@@ -191,14 +190,19 @@ def token_log_probs(
     """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,). A method that `load_model` binds.
     inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat."""
     inputs = with_images(self, inputs)
-    if logits_are_a_plain_product(self) and self.get_decoder() is not self:
-        h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
-        h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
-        weight = self.get_output_embeddings().weight
-        h = h.to(weight.dtype)  # Mamba-2 keeps it in fp32
-        chunk = CPU_CHUNK if h.device.type == "cpu" else GPU_CHUNK
-        return LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, truncation)
-    logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]  # (n, V)
+    if not logits_are_a_plain_product(self) or self.get_decoder() is self:
+        logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]
+        return _by_whole_logits(logits, y, temperature, sum_pi_squared, truncation)
+    h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
+    h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
+    weight = self.get_output_embeddings().weight
+    h = h.to(weight.dtype)  # Mamba-2 keeps it in fp32
+    chunk = CPU_CHUNK if h.device.type == "cpu" else GPU_CHUNK
+    return LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, truncation)
+
+
+def _by_whole_logits(logits, y, temperature: float, sum_pi_squared: bool, truncation) -> tuple[torch.Tensor, ...]:
+    """As `LinearLogProbs`, by logits (n, V) that the model caps or scales itself."""
     z, constants = logits.to(torch.promote_types(logits.dtype, torch.float32)).div(temperature), []
     if truncation is not None:
         kept, z_y = least_kept(z, *truncation), z.detach().gather(-1, y[:, None])
@@ -216,13 +220,13 @@ def response_log_probs(
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens, under the distribution that they were sampled from.
 
-    batch, layout: as in `of_responses`. sum_pi_squared: also the sum over the vocabulary of the squared probabilities,
-    without gradient, for the optimal token baseline (arXiv 2602.07078). truncation: that of sampling, as in
-    `LinearLogProbs`. Do not cut the reference's distribution: its log-prob would be -inf at a token outside its set.
-    KL(policy as sampled || whole reference) is finite and has the same gradient.
+    batch, layout: as in `of_responses`. sum_pi_squared: also the sum of squared probabilities over the vocabulary,
+    without gradient, for the optimal token baseline (arXiv 2602.07078). truncation: the sampler's. Do not truncate the
+    reference: its log-prob would be -inf outside its set. KL(policy as sampled || whole reference) is finite and has
+    the same gradient.
 
-    Returns (log_probs, entropy), then sum_pi_squared if asked for, then, with a truncation, a tensor that is 1 at
-    tokens that it would not have kept. Each is (B, T), and zero where response_mask is."""
+    Returns (log_probs, entropy), sum_pi_squared if asked for, and with a truncation a tensor that is 1 at tokens that
+    it would not have kept. Each is (B, T), and zero where response_mask is."""
     of_tokens = {"temperature": temperature, "sum_pi_squared": sum_pi_squared, "truncation": truncation}
     return of_responses(model, batch, partial(model.token_log_probs, **of_tokens), **layout)
 
@@ -237,15 +241,15 @@ def batched_log_probs(
     truncation: Truncation | None = None,
     **layout: Any,
 ) -> list[torch.Tensor]:
-    """[log_probs, entropy] or [log_probs, entropy, sum_pi_squared] as `response_log_probs` gives them. Runs a whole
-    batch in micro-batches, without gradients. A collective."""
+    """[log_probs, entropy] or [log_probs, entropy, sum_pi_squared] of `response_log_probs`, for a whole batch in
+    micro-batches, without gradients. A collective."""
     of_tokens = {"temperature": temperature, "sum_pi_squared": sum_pi_squared, "truncation": truncation}
     forward = partial(model.token_log_probs, **of_tokens)
     return in_micro_batches(model, batch, forward, micro_batch_tokens, **layout)[: 2 + sum_pi_squared]
 
 
-# The greatest mean |log-prob difference| over tokens, in nats: (when only a row's neighbours change, against the row
-# computed alone). The first keeps all shapes; the second changes them.
+# The greatest mean |log-prob difference| over tokens, in nats: (when only a row's neighbours change, which keeps all
+# shapes; against the row computed alone, in other shapes)
 ROW_TOLERANCE = {
     torch.float32: (1e-4, 1e-3),  # another order of sums changes them by 1e-7, a leak by 1e-3 to 1 (docs/models.md)
     torch.float16: (0.005, 0.06),  # three more bits than bfloat16
@@ -257,10 +261,10 @@ ROW_TOLERANCE = {
 def check_rows(
     model: PreTrainedModel, batch: DataProto, temperature: float, micro_batch_tokens: int, compute_dtype, row_group=None
 ) -> None:
-    """Measures on the first micro-batch that a row's log-probs depend on that row alone. A collective, of some 6
-    forwards. First, every second row gets another response of the same shape: the rows between must not change. Second,
-    four rows are computed alone and not packed, by transformers' own attention. Raises InputError if on some rank the
-    log-probs differ by more than ROW_TOLERANCE."""
+    """Measures on the first micro-batch that a row's log-probs depend on that row alone, in some 6 forwards. First,
+    every second row gets another response of the same shape: the rows between must not change. Second, four rows are
+    computed alone, by transformers' own attention. Raises InputError if the log-probs differ by more than
+    ROW_TOLERANCE on some rank. A collective."""
     [micro, *_], _ = prepare_dynamic_batch(batch, micro_batch_tokens, **layout(model), row_group=row_group)
     forward = partial(response_log_probs, model, temperature=temperature, row_group=row_group)
     trained = micro.batch["response_mask"].bool()

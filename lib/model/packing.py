@@ -1,6 +1,5 @@
 """From a batch to a forward over packed rows, and back. Padding never enters the model: the nodes of a micro-batch's
-prefix tree are packed into one row, in which a prefix that sequences share occurs once. attention.py keeps them apart.
-"""
+prefix tree are packed into one row, in which a shared prefix occurs once. attention.py keeps sequences apart."""
 
 import itertools
 import math
@@ -30,11 +29,11 @@ class PackedRun(NamedTuple):
     length: int  # tokens of each node; if `places` is given, of the longest
     runs_above: tuple[int, ...] = ()  # the numbers of the runs that hold the nodes above these
     places: torch.Tensor | None = None
-    """(count, P + length), each node's path, padded at the end: indices into the runs above, one after the other, and
-    then this; None for roots"""
-    real: torch.Tensor | None = None  # (tokens,), the indices of real tokens among the count * length with padding
+    """(count, P + length), each node's path, padded at the end: indices into the runs above, concatenated with this
+    one; None for roots"""
+    real: torch.Tensor | None = None  # (tokens,): the indices of real tokens among the count * length with padding
     blocks: torch.Tensor | None = None
-    """(count, length), numbers of the images whose tokens see each other, -1 for text; None if there are none"""
+    """(count, length): the image of each token, if an image's tokens see each other; -1 for text; None without any"""
 
 
 @dataclass
@@ -48,8 +47,7 @@ class PackedRuns:
 class PackedSequences:
     """The S nodes of the packed row, for one call of varlen attention."""
 
-    keys: torch.Tensor | None
-    """(M,), the tokens of each node's path, as indices into the packed row; None: each token once, in order"""
+    keys: torch.Tensor | None  # (M,): each node's path, as indices into the packed row; None: each token once, in order
     cu_seq_q: torch.Tensor  # (S + 1,) int32: where each node's queries begin, and N
     cu_seq_k: torch.Tensor  # (S + 1,) int32: where each node's keys begin, and M
     max_q: int
@@ -61,11 +59,11 @@ register_dataclass(PackedSequences)
 
 
 class SequenceRows(NamedTuple):
-    """How to take a packed row apart into right-padded rows, which causal layers compute as if each were alone."""
+    """How to take a packed row apart into right-padded rows, one for each path to a leaf, and back."""
 
     places: list[torch.Tensor]
-    """one tensor (count, length) for each set of rows of about equal length: the token's index in the packed row. A row
-    is the path to a leaf. Padding repeats its last token"""
+    """(count, length) for each set of rows of about equal length: indices into the packed row. Padding repeats a row's
+    last token"""
     back: torch.Tensor  # (N,), for each token of the packed row: its index in these rows, concatenated
 
 
@@ -82,13 +80,13 @@ def of_responses(
     row_group=None,
     routes: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), which
-    are zero where response_mask is.
-    batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T). padding_free,
-    share_prompts: False switches them off here; True is what `load_model` has decided. row_group: ranks that run their
-    batches as one (packed_sdpa only), in collectives. A rank's batch may be empty, but not those of all ranks. routes:
-    gets the experts of each row's tokens, as in the column `routed_experts`, which the model takes if the batch has it.
-    """
+    """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), zero
+    where response_mask is.
+
+    batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
+    padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
+    row_group: ranks that run their batches as one (packed_sdpa only), in collectives; some may be empty.
+    routes: gets the experts of each row's tokens, as in the column `routed_experts`."""
     responses = batch.batch["responses"]
     if row_group is None:
         inputs, select, target, place = _response_inputs(model, batch, padding_free, share_prompts)
@@ -113,9 +111,7 @@ def in_micro_batches(
     parts = [of_responses(model, micro, forward, routes=found, **layout) for micro in micro_batches]
     if found:
         routes += [found[i] for i in np.argsort([row for own in rows for row in own])]
-    for module in fsdp_modules(
-        model
-    ):  # without a backward FSDP2 keeps the root whole: a reference's in the update, too
+    for module in fsdp_modules(model):  # without a backward FSDP2 would keep the root whole
         module.reshard()
     return [restore_dynamic_batch(torch.cat(tensors), rows) for tensors in zip(*parts)]
 
@@ -128,10 +124,10 @@ def _of_group(
     row_group: RowGroup,
     routes: list[torch.Tensor] | None,
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """(results, target) for this rank's trained tokens. All rows of the group make one packed row. In sequence
-    parallelism each rank runs a share of the tokens, and sends a token's results to the rank that owns its row. In
-    tensor parallelism each rank runs all tokens with a share of the weights, and keeps its own rows' results. The rows
-    are gathered from their copies on the CPU, so that the host does not wait for a GPU."""
+    """(results, target) for this rank's trained tokens. All rows of the group make one packed row, gathered on the CPU
+    so that the host does not wait for a GPU. In sequence parallelism each rank runs a share of the tokens, and sends
+    their results to the ranks that own the rows. In tensor parallelism each rank runs all tokens with a share of the
+    weights, and keeps its own rows' results."""
     group, rank, device = row_group.ranks, row_group.ranks.rank(), batch.batch["input_ids"].device
     rows = on_host(batch)
     rows.batch["rank"] = torch.full((len(rows),), rank)
@@ -171,7 +167,7 @@ def _of_group(
 
 
 def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]:
-    """(this rank's share of the inputs, its number of tokens). All shares are equal: the last ends with padding."""
+    """(this rank's share of the inputs, its number of tokens). Shares are equal: the last one ends with padding."""
     n, N = group.size(), inputs["input_ids"].shape[1]
     padding = -N % n
     tensors = {name: F.pad(inputs[name], (0, padding)) for name in ("input_ids", "position_ids")}
@@ -200,67 +196,68 @@ def _with_padding(packed: PackedSequences, padding: int) -> PackedSequences:
 def _response_inputs(
     model: PreTrainedModel, batch: DataProto, padding_free: bool, share_prompts: bool
 ) -> tuple[dict, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(inputs, select, target, place). inputs: what the decoder takes. select (n,): for each trained token, the index
-    in its layout of the position that predicts it. target (n,): its own index in the flattened response_mask.
-    place (B * L,), on the CPU: where each token stands in the layout, -1 for one that is left out."""
+    """(inputs, select, target, place). inputs: what the decoder takes. select (n,): the position in its layout that
+    predicts each trained token. target (n,): the token's index in the flattened response_mask.
+    place (B * L,), on the CPU: where each token is in the layout, -1 if it is left out."""
     padding_free = padding_free and model.padding_free
-    device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs")
+    device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs", ())
     recorded = batch.non_tensor_batch.get(ROUTES, ())
     batch = on_host(batch)
     ids, attention, positions, trained = (batch.batch[name] for name in LAYOUT)
-    rope = positions[:, None] if positions.ndim == 2 else positions[:, 1:]  # (B, 1, L), with mrope (B, 3, L)
     trained = trained.bool()
     L, T = ids.shape[1], trained.shape[1]
     target = trained.flatten().nonzero()[:, 0]  # (n,)
     tree = prefix_tree(batch, share=share_prompts and padding_free and model.share_prompts)
     token, place = tree.token, tree.place  # (N,), (B * L,)
+    rope = positions[:, None] if positions.ndim == 2 else positions[:, 1:]  # (B, 1, L), with mrope (B, 3, L)
     rope = rope.transpose(0, 1).flatten(1)[:, token]  # (1, N), with mrope (3, N)
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": rope if len(rope) == 1 else rope[:, None]}
-    # a token is predicted one place to its left; a mask with padding in it is found by the step's checks, not here
+    # a token is predicted one place to its left; the step's checks find a mask that includes padding
     select = place[target // T * L + L - T - 1 + target % T].clamp(min=0)
+    model.real_tokens, padding = slice(None), None
     if not padding_free:
-        [places], back = sequence_rows(tree, one_size=True)
+        [places], back = sequence_rows(tree, one_size=True)  # (S, l), (N,)
         positions = rope[:, places]
         if len(rope) == 1:
             positions = rope[0, places[:, :1]] + torch.arange(places.shape[1])  # they count on in padding
         inputs = {"input_ids": inputs["input_ids"][0, places], "position_ids": positions}
-        place, select, token = torch.where(place < 0, -1, back[place]), back[select], token[places]  # (S, l)
-    model.real_tokens = slice(None)
-    if not padding_free:
+        place, select, token = torch.where(place < 0, -1, back[place]), back[select], token[places].flatten()
         padding = F.pad(places[:, 1:] == places[:, :-1], (1, 0)).flatten()
         model.real_tokens = to_device((~padding).nonzero()[:, 0], device)
     if len(recorded):
-        inputs[ROUTES] = routes_of_tokens(list(recorded), attention, token.flatten())
-        if not padding_free:  # whose experts do not matter
+        inputs[ROUTES] = routes_of_tokens(list(recorded), attention, token)
+        if padding is not None:  # whose experts do not matter
             inputs[ROUTES][padding] = -1
-    tower = batch.meta_info.get("run_tower", ())
-    # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
-    seen, shape = torch.zeros_like(ids, dtype=torch.bool), inputs["input_ids"].shape
-    seen.view(-1)[token] = len(target) > 0
-    images = images_of(model, media, ids, trained, seen, place, shape, tower)
-    if images is not None:
-        inputs["images"] = images
-    if not padding_free:
-        return *to_device((inputs, select, target), device), place
-    if model.takes_rows:
-        inputs["sequence_rows"] = sequence_rows(tree)
-    if model.config._attn_implementation.startswith("flash"):
-        longest = max(tree.lengths)
-        inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = _cumulative(tree.lengths)
-        inputs |= {"max_length_q": longest, "max_length_k": longest}
-    else:
-        if model.config._attn_implementation == "varlen":
-            inputs["packed_sequences"] = _packed_sequences(tree)
-        else:
-            inputs["packed_runs"] = PackedRuns(_packed_runs(tree, None if images is None else images.blocks))
-        # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
-        inputs["attention_mask"] = torch.empty(1, 1, 1, 1, device=device)
+    images, tower = None, batch.meta_info.get("run_tower", ())
+    if tower or any(media):
+        # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
+        seen, shape = torch.zeros_like(ids, dtype=torch.bool), inputs["input_ids"].shape
+        seen.view(-1)[token] = len(target) > 0
+        images = inputs["images"] = images_of(model, media, ids, trained, seen, place, shape, tower)
+    if padding_free:
+        inputs |= _sequence_bounds(model, tree, None if images is None else images.blocks)
     return *to_device((inputs, select, target), device), place
 
 
+def _sequence_bounds(model: PreTrainedModel, tree: PrefixTree, blocks: torch.Tensor | None) -> dict[str, Any]:
+    """Tells the layers where the sequences of the packed row are."""
+    bounds: dict[str, Any] = {"sequence_rows": sequence_rows(tree)} if model.takes_rows else {}
+    attention = model.config._attn_implementation
+    if attention.startswith("flash"):
+        starts, longest = _cumulative(tree.lengths), max(tree.lengths)
+        bounds |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        return bounds | {"max_length_q": longest, "max_length_k": longest}
+    if attention == "varlen":
+        bounds["packed_sequences"] = _packed_sequences(tree)
+    else:
+        bounds["packed_runs"] = PackedRuns(_packed_runs(tree, blocks))
+    # transformers passes a 4-D mask on as it is; without a mask it would build a dense (N, N) one
+    return bounds | {"attention_mask": torch.empty(1, 1, 1, 1)}
+
+
 def _packed_runs(tree: PrefixTree, blocks: torch.Tensor | None) -> list[PackedRun]:
-    """The runs of the packed row: each has nodes of one kind. blocks (1, N): the image of each token, which whole
-    sequences see together; nodes below others are text."""
+    """The runs of the packed row, each with nodes of one kind. blocks (1, N): each token's image, of models in which
+    its tokens see each other; nodes below others are text."""
     runs: list[PackedRun] = []
     run_of: list[int] = []  # for each node, the number of its run
     begin: list[int] = []  # for each node, where it begins in its run

@@ -1,20 +1,17 @@
 """Routing of mixtures of experts: which experts a token goes to, recorded and replayed.
 
-A small difference in a router's input changes which experts it takes. So the engine, the pass before the update and the
-update may send a token to other experts, and the ratio of its probabilities then compares two networks. With
---routing-replay the experts are those of a record: R2, of the pass that computes old_log_probs (arXiv 2507.18071); R3,
-of the rollout engine (arXiv 2510.11370). Their weights are still the router's own: the gradient flows through these,
-not through the choice.
+A small difference in a router's input changes its choice of experts. So the engine, the pass before the update and the
+update may send a token to different experts, and the ratio then compares two networks. With --routing-replay the
+experts are recorded ones: R2, of the pass that computes old_log_probs (arXiv 2507.18071); R3, of the rollout engine
+(arXiv 2510.11370). Their weights are the router's own, and the gradient flows through these.
 
-The seam is the router's `topk` over the experts. All that a family does before and after it, such as scores, groups and
-normalization, is the family's own code."""
+The router's `topk` over the experts is replaced; scores, groups and normalization are each family's own code."""
 
 import base64
 import io
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ from transformers import PreTrainedModel
 
 from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, add_metrics
+from lib.model.attention import before_forward
 
 ROUTES = "routed_experts"  # the column, and what a decoder takes: (tokens, layers with a router, experts of a token)
 # model_type: class of its routers; tests/model/test_routing.py tests each
@@ -36,38 +34,30 @@ ROUTERS["qwen3_5_moe_text"] = "Qwen3_5MoeTopKRouter"
 
 
 def hook_routers(model: PreTrainedModel) -> None:
-    """Lets the layers of a mixture take `routed_experts` from their keywords. Sets model.routers, () for other models,
-    and model.route_layers, the numbers of their layers. Call it before `shard_model`."""
+    """Lets the layers of a mixture take `routed_experts`. Sets model.routers, () for other models, and
+    model.route_layers, the numbers of their layers. Call it before `shard_model`."""
     kind = ROUTERS.get(model.config.get_text_config().model_type)
     model.routers, model.route_layers = (), ()
-    model.real_tokens = slice(None)  # of the last forward, the tokens that are no padding: a slice or indices
+    model.real_tokens = slice(None)  # the tokens of the last forward that are no padding: a slice or indices
     for name, router in list(model.named_modules()):
         if type(router).__name__ == kind:
             path, _, number = name.rpartition(".mlp.")[0].rpartition(".")  # ....layers.3.mlp.gate
             layer = model.get_submodule(f"{path}.{number}")
             router.number, router.routes, router.forward = len(model.routers), None, types.MethodType(_routed, router)
             layer.own_router = (router,)  # in a tuple it is no second name of its weights
-            layer.__class__ = _that_hands_down(type(layer))  # type: ignore[arg-type]  # a class is hashable
+            before_forward(layer, _give_routes)
             model.routers, model.route_layers = (*model.routers, router), (*model.route_layers, int(number))
 
 
-@cache
-def _that_hands_down(layer_class: Any) -> Any:
-    """The class with a `forward` that first gives its router the routes; see attention.py for why no hook does it."""
-
-    def forward(self, *args, **kwargs):
-        routes = kwargs.get(ROUTES)
-        [router] = self.own_router
-        router.routes = None if routes is None else routes[:, router.number]
-        return layer_class.forward(self, *args, **kwargs)
-
-    return type(layer_class.__name__, (layer_class,), {"forward": forward, "__module__": layer_class.__module__})
+def _give_routes(layer: Any, kwargs: dict) -> None:
+    routes, [router] = kwargs.get(ROUTES), layer.own_router
+    router.routes = None if routes is None else routes[:, router.number]
 
 
 @torch.compiler.disable
 def _routed(router: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The router's own forward, with the experts of router.routes (N, k) where these are known. Leaves in router.chosen
-    the experts that were taken, and what `routing_metrics` reads."""
+    """The router's own forward, with the experts of router.routes (N, k) where they are known. Sets router.chosen, the
+    experts that were taken, and what `RoutingMetrics` reads."""
     routes, router.routes = router.routes, None
     with _Selection(router.num_experts, router.top_k, routes) as selection:
         outputs = type(router).forward(router, hidden_states)
@@ -123,13 +113,13 @@ def without_routes(batch: DataProto) -> DataProto:
 
 
 def unpack_routes(text: str) -> torch.Tensor:
-    """(tokens, all layers, k) int16, of the .npy file in base64 that vLLM's servers answer with."""
+    """(tokens, all layers, k) int16, from the .npy file in base64 that vLLM's servers send."""
     return torch.from_numpy(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False).astype(np.int16))
 
 
 def extended_routes(known: torch.Tensor | None, new: torch.Tensor | None, start: int = 0) -> torch.Tensor | None:
-    """The routes `known` of a row, (tokens, layers, k), and after them the `new` ones of its tokens from `start` on: a
-    token keeps the experts by which its layers were first computed. -1 in a gap between the two. None: none known."""
+    """A row's routes (tokens, layers, k): the `known` ones, then the `new` ones, of the tokens from `start` on. A token
+    keeps the experts of its first forward. -1 in a gap between the two; None: none known."""
     if new is None:
         return known
     known = new[:0] if known is None else known
@@ -138,7 +128,7 @@ def extended_routes(known: torch.Tensor | None, new: torch.Tensor | None, start:
 
 
 def routes_column(rows: Sequence[torch.Tensor | None]) -> np.ndarray:
-    """The column of these rows, (tokens, layers, k) each; None: nothing is known of it."""
+    """The column of these rows, (tokens, layers, k) each; None: unknown."""
     like = next(row for row in rows if row is not None)
     return np.fromiter((like[:0] if row is None else row for row in rows), dtype=object, count=len(rows))
 
@@ -151,8 +141,8 @@ def routes_of_tokens(rows: Sequence[torch.Tensor], attention_mask: torch.Tensor,
 
 
 def rows_of_routes(routes: torch.Tensor, attention_mask: torch.Tensor, place: torch.Tensor) -> list[torch.Tensor]:
-    """What `routes_of_tokens` takes, of the routes (N, layers, k) of a layout. place (B * L,): where a token stands in
-    it, -1 for one that it leaves out."""
+    """The rows that `routes_of_tokens` takes, from a layout's routes (N, layers, k). place (B * L,): where a token is
+    in the layout, -1 if it is left out."""
     found = torch.where((place >= 0)[:, None, None], routes[place], -1)
     rows = found.view(*attention_mask.shape, *routes.shape[1:])
     return [row[mask.bool()] for row, mask in zip(rows, attention_mask)]
@@ -170,17 +160,15 @@ class RoutingMetrics:
 
     @torch.no_grad()
     def watch(self, model: PreTrainedModel) -> None:
-        """After a forward."""
-        routers = getattr(model, "routers", ())  # a script's own model has none
-        for router in routers:
+        """After a forward of a mixture."""
+        for router in model.routers:
             entropies = router.entropies[model.real_tokens]
             add_metrics(self.sums, {"router/entropy": Mean(entropies.sum(), len(entropies))})
             if router.differs is not None:
                 add_metrics(self.sums, {"router/differing_experts": router.differs})
-        if routers:
-            chosen = chosen_experts(model)[model.real_tokens].transpose(0, 1).flatten(1).long()  # (layers, N k)
-            counts = chosen.new_zeros(len(chosen), routers[0].num_experts)
-            self.loads = self.loads + counts.scatter_add(1, chosen, torch.ones_like(chosen)).double()
+        chosen = chosen_experts(model)[model.real_tokens].transpose(0, 1).flatten(1).long()  # (layers, N k)
+        counts = chosen.new_zeros(len(chosen), model.routers[0].num_experts)
+        self.loads = self.loads + counts.scatter_add(1, chosen, torch.ones_like(chosen)).double()
 
     def end(self) -> dict[str, Metric]:
         """A collective."""

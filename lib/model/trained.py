@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
-from lib.data import on_host, prefix_tree, prepare_dynamic_batch
+from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, global_counts, timed
 from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
 from lib.model.attention import layout, use_packed_sdpa
-from lib.model.flops import flops_of, update_flops
+from lib.model.flops import UpdateFlops
 from lib.model.load import without_adapters
 from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
 from lib.model.routing import ROUTES, RoutingMetrics, routes_column, without_routes
@@ -40,9 +40,9 @@ class ForwardConfig:
 
 @dataclass
 class LossScale:
-    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). Losses are multiplied by
-    it and gradients divided. It halves at a gradient that is not finite, and doubles after `interval` updates without
-    one. torch.amp.GradScaler looks at its own rank's gradients; these are shards, and all ranks must agree."""
+    """The loss scale of float16, in which small gradients would be 0 (arXiv 1710.03740, 3.2). It halves at a gradient
+    that is not finite, and doubles after `interval` updates without one. torch.amp.GradScaler would decide by its own
+    rank's shards; all ranks must agree."""
 
     value: float = 2.0**16
     interval: int = 2000
@@ -62,7 +62,7 @@ class LossScale:
 
 @dataclass
 class TrainedModel:
-    """A model, its optimizer and its schedule. Policy and Critic below add what differs between them."""
+    """A model, its optimizer and its schedule. Policy and Critic below add their forwards."""
 
     name: str
     module: PreTrainedModel
@@ -72,26 +72,19 @@ class TrainedModel:
     forward: ForwardConfig
     max_grad_norm: float
     reduce_each_micro_batch: bool
-    parameters: list[torch.nn.Parameter] = field(init=False)
-    loss_scale: LossScale | None = None
     checks: UpdateChecks = field(default_factory=UpdateChecks)
     routing: RoutingMetrics = field(default_factory=RoutingMetrics)
     trained_mask: ClassVar[str] = "loss_mask"  # the column of the tokens that its loss sums
-    _masks: list[torch.Tensor] = field(default_factory=list)  # of the mini-batch; none: a script with its own loop
 
     def __post_init__(self):
         self.parameters = trainable_parameters(self.module)
-        if self.forward.compute_dtype == torch.float16:
-            self.loss_scale = LossScale()
-        self._flops = flops_of(self.module)
-        self._computed = 0.0  # FLOPs since the last step
-        self._tokens = self._separate = 0  # tokens since then, and how many they would be if none was shared
+        self.loss_scale = LossScale() if self.forward.compute_dtype == torch.float16 else None
+        self._masks: list[torch.Tensor] = []  # of the mini-batch; none: a script with its own loop
+        self.computed = UpdateFlops(self.module)
 
-    def _count(self, micro: DataProto) -> None:
-        tree = prefix_tree(on_host(micro), share=self.module.share_prompts)
-        self._computed += update_flops(self._flops, micro, tree)
-        self._tokens += sum(tree.lengths)
-        self._separate += tree.separate_tokens
+    @property
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
 
     def backward(self, loss: torch.Tensor) -> None:
         """loss: this rank's share of the sum over ranks. The factor undoes FSDP's average over ranks."""
@@ -103,17 +96,15 @@ class TrainedModel:
         """Before the first micro-batch."""
         if self.trained_mask in mini_batch.batch:
             self._masks.append(mini_batch.batch[self.trained_mask])
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
         done = next((state.get("step", 0) for state in self.optimizer.state.values()), 0)
-        self.checks.begin(len(mini_batch), gradients, done - self.scheduler.last_epoch, self.world.device)
+        self.checks.begin(len(mini_batch), self._gradients, done - self.scheduler.last_epoch, self.world.device)
 
     def step(self) -> dict[str, Metric]:
         """Clips the gradient and updates the weights, unless the gradient is not finite or no token was trained on:
         momentum and weight decay would move them. A collective."""
         metrics: dict[str, Metric] = {}
         if self.loss_scale:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            torch._foreach_div_(gradients, self.loss_scale.value)
+            torch._foreach_div_(self._gradients, self.loss_scale.value)
             metrics[f"{self.name}/loss_scale"] = Mean(self.loss_scale.value, 1)
         grad_norm = clip_grad_norm(self.parameters, self.max_grad_norm)
         skipped = not math.isfinite(grad_norm)
@@ -126,15 +117,12 @@ class TrainedModel:
             self.optimizer.step()
         self._masks.clear()
         [lr, *_] = self.scheduler.get_last_lr()
-        metrics |= self.checks.end() | self.routing.end()
+        metrics |= self.checks.end() | self.routing.end() | self.computed.end()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        computed, self._computed = self._computed / 1e12, 0.0
-        metrics["perf/shared_prefix_tokens_share"] = Mean(self._separate - self._tokens, self._separate)
-        self._tokens = self._separate = 0
         metrics |= {f"{self.name}/grad_norm": Mean(grad_norm, 1), f"{self.name}/lr": Mean(float(lr), 1)}
-        skips = skipped and self.world.rank == 0  # all ranks skip the same
-        return metrics | {"perf/update_tflops": Sum(computed), "training/skipped_updates": Sum(skips)}
+        metrics["training/skipped_updates"] = Sum(skipped and self.world.rank == 0)  # all ranks skip the same
+        return metrics
 
 
 class RowIsolationCheck:
@@ -146,19 +134,19 @@ class RowIsolationCheck:
 
     @timed("log_probs")
     def check_rows(self, batch: DataProto) -> None:
-        """Measures it at the first call. Raises InputError if they do. Where that is varlen's fault, all models take
-        packed_sdpa from here on."""
-        f = self.forward
-        check = partial(check_rows, self.module, batch, f.sampling.temperature, f.micro_batch_tokens, f.compute_dtype)
+        """Raises InputError if they do. If varlen is to blame, all models take packed_sdpa from here on."""
+        if self.checked:
+            return
+        f, temperature = self.forward, self.forward.sampling.temperature
+        check = partial(check_rows, self.module, batch, temperature, f.micro_batch_tokens, f.compute_dtype, f.row_group)
         try:
-            if not self.checked:
-                check(f.row_group)
+            check()
         except InputError as error:
             if self.module.config._attn_implementation != "varlen":
                 raise
             for module in f.modules:
                 use_packed_sdpa(module)
-            check(f.row_group)
+            check()
             if is_first_on_node():
                 print(f"attention: packed_sdpa from here on, for with varlen {error}", flush=True)
         self.checked = True
@@ -168,8 +156,7 @@ class Policy(RowIsolationCheck, TrainedModel):
     sampled_since = 0  # version of the oldest weights that this step's samples may be of: rollouts.sync sets it
 
     def check_rows(self, batch: DataProto) -> None:
-        """Also adds is_fresh (B,): the rows whose log-probs the engine's must agree with, since no older weights than
-        this step's sampled them."""
+        """Also adds is_fresh (B,): rows not sampled by older weights, whose log-probs must agree with the engine's."""
         super().check_rows(without_routes(batch))
         batch.batch["is_fresh"] = batch.batch["policy_version"] >= self.sampled_since
         self.checks.on_policy = True
@@ -177,29 +164,31 @@ class Policy(RowIsolationCheck, TrainedModel):
     def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With a truncation (top_p, top_k
         or min_p) also which tokens it would not have kept."""
-        self._count(micro)
+        self.computed.count(micro)
         s, row_group = self.forward.sampling, self.forward.row_group
         outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, row_group=row_group)
         self.checks.watch(micro, *outputs[:2])
-        self.routing.watch(self.module)
+        if getattr(self.module, "routers", ()):  # a script's own model has none
+            self.routing.watch(self.module)
         return outputs
 
     @timed("log_probs")
     def batched_log_probs(self, batch: DataProto, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
         """old_log_probs, entropys and, if in `names`, squared_score, each (B, T), without gradients. With R2 the batch
         gets its column routed_experts. A collective."""
-        f, temperature = self.forward, self.forward.sampling.temperature
-        options: dict[str, Any] = {"truncation": f.sampling.truncation, "sum_pi_squared": "squared_score" in names}
-        options["row_group"] = f.row_group
-        routes: list[torch.Tensor] | None = [] if f.routing_replay == "R2" else None
-        own = without_routes(batch) if f.routing_replay == "R2" else batch
-        outputs = batched_log_probs(self.module, own, temperature, f.micro_batch_tokens, routes=routes, **options)
-        if routes is not None:
+        f, s, squares = self.forward, self.forward.sampling, "squared_score" in names
+        options: dict[str, Any] = {"sum_pi_squared": squares, "truncation": s.truncation, "row_group": f.row_group}
+        if f.routing_replay == "R2":
+            routes: list[torch.Tensor] = []
+            own, options = without_routes(batch), options | {"routes": routes}
+            outputs = batched_log_probs(self.module, own, s.temperature, f.micro_batch_tokens, **options)
             batch.non_tensor_batch[ROUTES] = routes_column(routes)
+        else:
+            outputs = batched_log_probs(self.module, batch, s.temperature, f.micro_batch_tokens, **options)
         columns = dict(zip(("old_log_probs", "entropys", "squared_score"), outputs))
-        if "squared_score" in columns:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
-            squares = columns["squared_score"]
-            score = (1 - 2 * columns["old_log_probs"].double().exp() + squares).to(squares)
+        if squares:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
+            sums = columns["squared_score"]
+            score = (1 - 2 * columns["old_log_probs"].double().exp() + sums).to(sums)
             columns["squared_score"] = score.where(batch.batch["response_mask"].bool(), 0)
         return columns
 
@@ -209,7 +198,7 @@ class Critic(TrainedModel):
 
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
-        self._count(micro)
+        self.computed.count(micro)
         values = response_values(self.module, without_routes(micro), row_group=self.forward.row_group)
         self.checks.watch(micro, values)
         return values
@@ -239,11 +228,10 @@ class Reference(RowIsolationCheck):
         """Log-probs (B, T), without gradients. A collective. Raises InputError if the weights have changed."""
         if self.frozen:
             self._check_weights()
-        f, temperature = self.forward, self.forward.sampling.temperature
+        f, own = self.forward, without_routes(batch)
+        size = f.micro_batch_tokens
         with without_adapters(self.module):
-            options: dict[str, Any] = {"row_group": f.row_group}
-            own = without_routes(batch)
-            return batched_log_probs(self.module, own, temperature, f.micro_batch_tokens, **options)[0]
+            return batched_log_probs(self.module, own, f.sampling.temperature, size, row_group=f.row_group)[0]
 
     @torch.no_grad()
     def _check_weights(self) -> None:

@@ -21,8 +21,8 @@ def value_head(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
-    """The head's output (n,) at the selected positions. A method that `load_critic` and `load_reward_model` bind.
-    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat."""
+    """The head's output (n,) at the selected positions; as `token_log_probs`. A method that `load_critic` and
+    `load_reward_model` bind."""
     decoder = self.base_model if family_of(self.config) is None else self.get_decoder()
     h = decoder(**with_images(self, inputs), use_cache=False).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))  # (n, D)
@@ -31,8 +31,8 @@ def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> t
 
 
 def response_values(model: PreTrainedModel, batch: DataProto, **layout: Any) -> torch.Tensor:
-    """The critic's values (B, T), zero where response_mask is; batch and layout as in `of_responses`.
-    V_t is read where token t of the response is predicted: it is the value of the state before that token."""
+    """The critic's values (B, T), zero where response_mask is; batch and layout as in `of_responses`. V_t, the value of
+    the state before token t, is read where that token is predicted."""
     return of_responses(model, batch, partial(_values, model), **layout)[0]
 
 
@@ -48,9 +48,9 @@ def _values(model: PreTrainedModel, inputs: dict, select: torch.Tensor, y: torch
 def reward_model_scores(
     model: PreTrainedModel, rm_tokenizer, batch: DataProto, policy_tokenizer, micro_batch_tokens: int
 ) -> torch.Tensor:
-    """The reward model's score (B,) float32 of each conversation: `raw_prompt`, then the response as a message. The
-    policy's tokenizer decodes the response; the reward model's own chat template and tokenizer take it from there. Text
-    that spells special tokens stays text. A row without a trained token scores 0. A collective of equal row counts."""
+    """The reward model's score (B,) float32 of each conversation: `raw_prompt`, then the response, decoded by the
+    policy's tokenizer, as a message. Text that spells special tokens stays text. A row without a trained token scores
+    0. A collective of equal row counts."""
     responses, trained = batch.batch["responses"], batch.batch["response_mask"].any(1)
     attended = batch.batch["attention_mask"][:, -responses.shape[1] :].bool()
     conversations, escape_special_tokens = [], SpecialTokenEscaper(rm_tokenizer)
@@ -68,9 +68,8 @@ def reward_model_scores(
 
 
 def _conversation_batch(conversations: list[list[int]], device: torch.device) -> DataProto:
-    """Left-padded rows, each with one dummy response token behind it. The value at that token is the whole row's score.
-    transformers' own pooling is not used: it reads the last token that is not the pad token. That is the wrong token if
-    the pad token also ends a message."""
+    """Left-padded rows, each with one dummy response token, whose value is the row's score. transformers' own pooling
+    reads the last token that is not the pad token: the wrong one if the pad token also ends a message."""
     L = max(len(ids) for ids in conversations)
     ids = torch.tensor([[0] * (L - len(row)) + row + [0] for row in conversations], device=device)  # (B, L + 1)
     first = L - torch.tensor([len(row) for row in conversations], device=device)[:, None]

@@ -1,9 +1,8 @@
-"""Vision-language models: image features replace the embeddings of their placeholders before the decoder. A processor
-has expanded each image's placeholder to as many tokens as the image has features. A sampled token of that id is text.
-So the decoder only ever gets embeddings, and rows are packed and prompts shared as in a text model."""
+"""Vision-language models: image features replace the embeddings of their placeholders before the decoder, so that rows
+are packed and prompts shared as in a text model. A processor has expanded each image's placeholder to as many tokens as
+the image has features. A sampled token of that id is text."""
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,8 +23,7 @@ from lib.distributed import to_device
 # ---- families ------------------------------------------------------------------------------------
 class Family(NamedTuple):
     tower: str  # path of the module that encodes images
-    projector: tuple[str, ...]
-    """paths of what makes its outputs as wide as the decoder's embeddings; perhaps within the tower"""
+    projector: tuple[str, ...]  # paths of what makes its outputs as wide as the embeddings; perhaps within the tower
     join: int = 0  # the dimension along which images lie in the processor's tensors
     bidirectional: bool = False  # the tokens of an image see each other in the decoder
 
@@ -49,12 +47,12 @@ def family_of(config: PreTrainedConfig) -> Family | None:
     """None for a text model and for an unknown vision model, which supports no images."""
     towers = ("clip_vision_model", "siglip_vision_model")
     if config.model_type == "llava" and config.vision_config.model_type not in towers:
-        return None  # Pixtral: images of any size, whose rows end in tokens of their own
+        return None  # Pixtral's images, of any size, have tokens that end their rows
     return FAMILIES.get(config.model_type)
 
 
 def vision_names(model: PreTrainedModel, part: str) -> list[str]:
-    """The names of the parameters of the "tower", the "projector", or both: "vision"."""
+    """The parameters of the "tower", the "projector", or both: "vision"."""
     family = family_of(model.config)
     if family is None:
         return []
@@ -72,7 +70,7 @@ def tower_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def patches_per_feature(config: PreTrainedConfig) -> int:
-    """How many patches of the tower become one token of the decoder."""
+    """Patches of the tower that become one token of the decoder."""
     tower = config.vision_config
     if config.model_type == "gemma3":
         return (tower.image_size // tower.patch_size) ** 2 // config.mm_tokens_per_image
@@ -100,22 +98,19 @@ register_dataclass(Images)
 def images_of(
     model: PreTrainedModel, rows, ids, trained, attended, place, shape: Sequence[int], run_tower: Sequence[str] = ()
 ) -> Images | None:
-    """The images that a forward over this layout needs; None if it needs none. An image of which no token is in the
-    layout is not encoded: so a prompt that rows share is encoded once.
+    """The images that a forward over this layout needs; None if it needs none. Images without a token in the layout are
+    not encoded: the images of a prompt that rows share are encoded once.
 
-    rows: the multi_modal_inputs of each row, {} without images; None if no row can have any. ids, trained: input_ids
-    (B, L), and which of the last T are sampled (B, T), and so no placeholders. attended (B, L): the tokens in the
-    layout; place (B * L,): where each of them stands in it; shape: the layout's. run_tower: what other ranks encode.
-    Without any here, a dummy is encoded, whose features go nowhere: the towers' collectives must match.
-    Raises InputError: placeholders without an image, or images with a model that takes none."""
-    if rows is None or not (run_tower or any(rows)):
-        return None
+    rows: the multi_modal_inputs of each row, {} without images. ids: input_ids (B, L). trained (B, T): which of the
+    last T are sampled, and so no placeholders. attended (B, L): the tokens in the layout; place (B * L,): where each of
+    them is in it; shape: the layout's. run_tower: what any rank encodes. Without any here, a dummy is encoded, as the
+    towers' collectives must match. Raises InputError: placeholders without an image, or a model that takes none."""
     family = family_of(model.config)
     if family is None:
         raise InputError(f"model type {model.config.model_type} supports no images; supported: {', '.join(FAMILIES)}")
     images = Images({}, {}, {}, torch.full(tuple(shape), -1) if family.bidirectional else None)
     kinds = media_kinds(model.config, ids.masked_fill(F.pad(trained, (ids.shape[1] - trained.shape[1], 0)), -1))
-    for kind, own in _kinds(model).items():
+    for kind, own in media_of_model(model).items():
         is_place = kinds == own.number
         seen = is_place & attended
         needed = seen.any(1).nonzero()[:, 0]
@@ -144,7 +139,7 @@ def images_of(
             images.inputs[kind] = {name: torch.cat([row[name] for row in inputs], family.join) for name in inputs[0]}
             images.counts[kind] = counts[needed].tolist()
         else:
-            images.inputs[kind] = _dummy(model, own)
+            images.inputs[kind] = dummy_image(model, own)
         if images.blocks is not None:
             begins = is_place & ~F.pad(is_place, (1, 0))[:, :-1]
             images.blocks.flatten()[place[at]] = begins.cumsum(1).flatten()[at]
@@ -156,6 +151,8 @@ def images_of_prompts(
 ) -> Images | None:
     """For the prefill of the hf engine. ids (n, P), left-padded; rows: the multi_modal_inputs of each, {} without;
     sampled (n, P) bool: what the policy has sampled of an episode so far."""
+    if not any(rows):
+        return None
     on_cpu, place = ids.cpu(), torch.arange(ids.numel())
     has_images = torch.tensor([bool(row) for row in rows])[:, None].expand_as(on_cpu)
     sampled = torch.zeros(len(ids), 0, dtype=torch.bool) if sampled is None else sampled
@@ -175,14 +172,14 @@ def _inputs_of(features: Any) -> tuple[str, ...]:
     return tuple(n for n in inspect.signature(features).parameters if n.startswith("pixel_") or n.endswith("_grid_thw"))
 
 
-def _kinds(model: PreTrainedModel) -> dict[str, _Kind]:
+def media_of_model(model: PreTrainedModel) -> dict[str, _Kind]:
     of_kind = {kind: getattr(type(model.base_model), f"get_{kind}_features", None) for kind in ("image", "video")}
     return {kind: _Kind(n, _inputs_of(of)) for n, (kind, of) in enumerate(of_kind.items(), 1) if of}
 
 
 def _without_first(model, inputs: dict, kind: _Kind, dim: int, tokens: int, unseen: int) -> tuple[dict, int]:
-    """(a row's inputs without the first images, as far as all their tokens are among the first `unseen`; how many
-    tokens these have). tokens: of all its images."""
+    """(a row's inputs without the images that have all their tokens among the first `unseen`; how many tokens these
+    images have). tokens: of all its images."""
     if unseen == 0:
         return inputs, 0
     values = kind.inputs[0]
@@ -199,7 +196,7 @@ def _without_first(model, inputs: dict, kind: _Kind, dim: int, tokens: int, unse
     return cut, int(of_each[:drop].sum())
 
 
-def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
+def dummy_image(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
     """The smallest image. Not of zeros, which Idefics takes for padding."""
     config, values, *more = model.config.vision_config, *kind.inputs
     if more and more[0].endswith("_grid_thw"):  # (patches, channels * times * height * width)
@@ -211,35 +208,16 @@ def _dummy(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
     return {values: image, **{name: torch.ones(*image.shape[:-3], size, size, dtype=torch.long) for name in more}}
 
 
-def images_that_fill(model: PreTrainedModel, tokens: int, max_pixels: int) -> tuple[dict[str, torch.Tensor], int]:
-    """(multi_modal_inputs of the fewest images, of at most `max_pixels` where the model takes any size, that fill a
-    prompt of so many tokens but for a few; how many tokens these have). ({}, 0) if none fits."""
-    if tokens < 1:
-        return {}, 0
-    kind, config = _kinds(model)["image"], model.config.vision_config
-    inputs, join = _dummy(model, kind), family_of(model.config).join
-    values, *more = kind.inputs
-    if not (more and more[0].endswith("_grid_thw")):
-        of_each = (config.image_size // config.patch_size) ** 2 // patches_per_feature(model.config)
-        n = tokens // of_each
-        return ({name: torch.cat([x] * n, join) for name, x in inputs.items()}, n * of_each) if n else ({}, 0)
-    size = config.spatial_merge_size
-    n = -(-tokens // max(max_pixels // (size * config.patch_size) ** 2, 1))
-    side = math.isqrt(tokens // n)
-    height = max(range(side // 2 + 1, side + 1), key=lambda h: tokens // n // h * h)
-    grid = torch.tensor([[1, size * height, size * (tokens // n // height)]] * n)
-    patches = int(grid.prod(1).sum())
-    return {values: inputs[values][:1].repeat(patches, 1), more[0]: grid}, patches // patches_per_feature(model.config)
-
-
 # ---- the forward ---------------------------------------------------------------------------------
 def with_images(model: PreTrainedModel, inputs: dict) -> dict:
-    """The decoder's inputs, with `images` laid over the embeddings. Raises InputError: an image has another number of
-    features than its row has placeholders."""
-    images: Images | None = inputs.get("images")
+    """The decoder's inputs, with `images`, if there are any, laid over the embeddings."""
     rest = {name: x for name, x in inputs.items() if name != "images"}
-    if images is None:
-        return rest
+    images = inputs.get("images")
+    return rest if images is None else _over_embeddings(model, images, rest)
+
+
+def _over_embeddings(model: PreTrainedModel, images: Images, rest: dict) -> dict:
+    """Raises InputError: an image has another number of features than its row has placeholders."""
     embeds = model.get_input_embeddings()(rest.pop("input_ids"))
     flat, deep = embeds.flatten(0, 1), []
     for kind, own in images.inputs.items():
@@ -250,7 +228,7 @@ def with_images(model: PreTrainedModel, inputs: dict) -> dict:
             parts = torch.cat(list(parts)).unflatten(0, (len(out.last_hidden_state), -1))
         _check_counts(parts, images.counts.get(kind), kind)
         features, *levels = (torch.cat(list(x)) for x in (parts, *getattr(out, "deepstack_features", ())))
-        # a dummy's features are taken nowhere, but so they are in the graph, and get gradients of zero
+        # no token takes a dummy's features, but they are in the graph, and get gradients of zero
         taken = [F.embedding(images.takes[kind], x).to(flat.dtype) for x in (features, *levels)]
         flat = flat.index_copy(0, images.places[kind], taken[0])
         deep.append(taken[1:])
@@ -273,7 +251,7 @@ def with_images(model: PreTrainedModel, inputs: dict) -> dict:
 
 
 def _check_counts(parts: Sequence[torch.Tensor], counts: list[int] | None, kind: str) -> None:
-    """parts: the features of each image. The images of a row have as many as the row has placeholders."""
+    """parts: the features of each image. A row's images must have as many as the row has placeholders."""
     ends = set(accumulate(len(part) for part in parts))
     if counts and (max(ends) != sum(counts) or not ends.issuperset(accumulate(counts))):
         have = f"have {max(ends)} features, their prompts {sum(counts)} placeholder tokens"
@@ -282,14 +260,14 @@ def _check_counts(parts: Sequence[torch.Tensor], counts: list[int] | None, kind:
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
-    """By which the model takes a cache: `cache` since transformers 5.24. "" if it takes none."""
+    """The keyword for the model's cache (`cache` since transformers 5.24); "" if it takes none."""
     takes = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values", "cache_params") if name in takes), "")
 
 
 def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
-    """Logits (n, V) after the positions select (n,), which are indices into the (b, l) of the inputs. A method that
-    `load_model` binds to vision models: what samples from a prompt with images goes through it."""
+    """Logits (n, V) after the positions select (n,), indices into the (b, l) of the inputs: for sampling from prompts
+    with images. A method that `load_model` binds to vision models."""
     h = self.get_decoder()(**with_images(self, inputs), use_cache=cache_keyword(self) in inputs).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))
     return self.get_output_embeddings()(h)
@@ -298,7 +276,7 @@ def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> 
 # ---- the critic ----------------------------------------------------------------------------------
 @cache
 def value_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The model with one output, `score`, in place of its head. transformers has no token classifiers of these."""
+    """The model with one output, `score`, in place of its head: transformers has no such token classifiers."""
 
     class WithValue(cls):
         _tied_weights_keys: ClassVar[dict] = {}
@@ -311,6 +289,6 @@ def value_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def get_output_embeddings(self) -> None:
             return None
 
-    # by its name and module transformers knows how to convert the weights of a class that it loads
+    # by name and module transformers finds how to convert the weights of a class
     WithValue.__name__, WithValue.__qualname__, WithValue.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return WithValue

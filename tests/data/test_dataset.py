@@ -324,10 +324,6 @@ def test_an_error_in_a_part_of_the_rows_names_the_row_of_the_file(tmp_path, toke
     rows[one]["prompt"] = "long" * 9
     part = RLHFDataset(write_jsonl(tmp_path / "c.jsonl", rows), tokenizer, max_prompt_length=30, max_samples=4)
     assert part.without_ground_truth == f"{tmp_path / 'c.jsonl'} row {other}" and part.dropped["prompt_too_long"] == 1
-    for n in (0, -1):
-        assert f"max_samples={n}: must be at least 1" in error_of(
-            tmp_path / "c.jsonl", tokenizer, max_prompt_length=30, max_samples=n
-        )
 
 
 # ---- errors: one line, with the place and the remedy ----
@@ -583,11 +579,9 @@ def test_unusual_rows_that_are_right(tmp_path, tokenizer):
     assert batch["index"].tolist() == [10**400] and batch["raw_prompt"][0][1:] == [call, parts]
 
 
-def test_error_arguments(tmp_path, tokenizer):
+def test_a_tokenizer_needs_a_token_to_pad_with(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("a")])
     assert "neither a pad nor an eos" in error_of(file, make_tokenizer(unk_token="?"), max_prompt_length=30)
-    assert "truncation='up'" in error_of(file, tokenizer, max_prompt_length=30, truncation="up")
-    assert "max_prompt_length=0" in error_of(file, tokenizer, max_prompt_length=0)
 
 
 def test_load_split_of_a_local_copy(tmp_path):
@@ -790,17 +784,12 @@ def test_what_a_data_set_draws_depends_on_seed_and_place_alone():
 
 
 def test_loader_errors():
-    def make(n=10, per_step=4, rank=0, world=2, seed=0):
-        return make_loader(Rows(n), per_step, rank=rank, world_size=world, seed=seed)
+    def make(n=10, per_step=4, world=2, seed=0):
+        return make_loader(Rows(n), per_step, rank=0, world_size=world, seed=seed)
 
-    with pytest.raises(InputError, match=r"prompts_per_step=6 .*world_size=4 \(.* = 2\); use 8"):
-        make(per_step=6, world=4)
-    with pytest.raises(InputError, match="prompts_per_step=0 must be a positive multiple"):
-        make(per_step=0)
-    with pytest.raises(InputError, match=r"rank=2: must be in 0\.\.1"):
-        make(rank=2)
-    with pytest.raises(InputError, match="seed=-1"):
-        make(seed=-1)
+    for per_step in (6, 0):
+        with pytest.raises(InputError, match=f"prompts_per_step={per_step} must be a positive multiple of"):
+            make(per_step=per_step, world=4)
     with pytest.raises(InputError, match="no rows"):
         make(n=0)
     for other in ({"n": 11}, {"seed": 1}):

@@ -393,7 +393,7 @@ WRONG = {
     "none": (make_row("<image>"), "1 <image> in the messages, but 0 images in the row"),
     "parts": (make_row([{"type": "image"}, {"type": "image"}], ["one"]), "2 <image> in the messages, but 1 images"),
     "text in parts": (make_row([{"type": "text", "text": "<image>"}], ["one"]), "0 <image> in the messages, but 1"),
-    "a video": (make_row("<video>", videos=["a.mp4"]), "has a <video>; models of type idefics3 take none"),
+    "a video": (make_row("<video>", videos=["a.mp4"]), "has videos; models of type idefics3 take none"),
     "a column of TRL": (
         make_row("red?") | {"image": "one"},
         "the column 'image' is not read: give --columns images=image",
@@ -793,7 +793,7 @@ def test_a_broken_video_is_named(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=message):
             vision.media([], [video], "a row", tmp_path)
     with pytest.raises(InputError, match="a row: has videos; models of type idefics3 take none"):
-        vision_of().media([], ["a.avi"], "a row", tmp_path)
+        vision_of().messages([{"role": "user", "content": "text"}], {"video": ["a.avi"]}, "a row")
     monkeypatch.setattr(vision_rows, "LARGEST_IMAGE", 500)
     with pytest.raises(InputError, match=r"^a row: video 0: .*/a\.avi: 32 x 16 pixels; at most 500 are decoded"):
         vision.media([], ["a.avi"], "a row", tmp_path)

@@ -15,7 +15,7 @@ import grpo
 from lib import InputError
 from lib.args import step_sizes
 from lib.distributed import current_stage
-from lib.model.vision import images_that_fill
+from planner.images import images_that_fill
 from planner.trace import Trace
 from planner.traced_step import check_traceable, rows_of_trace
 from tests.common import FORKSERVER, MROPE, ROOT, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, with_slow
