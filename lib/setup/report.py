@@ -53,7 +53,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     if args.run.dry_run:
         from planner.estimate import describe_dry_run
 
-        lines += [describe_dry_run(args, sizes, inputs)]
+        lines += [describe_dry_run(args, inputs)]
     return "\n".join(lines)
 
 
@@ -73,4 +73,4 @@ def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
     from planner.estimate import refuse_what_does_not_fit
 
     gpu = total_memory(world.device)
-    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
+    on_first_rank(lambda: refuse_what_does_not_fit(args, world.size, gpu))
