@@ -1,7 +1,7 @@
-"""What a step needs in memory and time, for --dry-run. Flags that do not fit the GPU are refused."""
+"""What the flags of a run need in memory and FLOPs. Flags that do not fit the GPU are refused."""
 
 import copy
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -10,12 +10,9 @@ from lib.args import ScriptArgs, step_sizes, training_ranks
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import ESTIMATED, accelerator, device_name, total_memory
 from lib.log.throughput import PEAK_TFLOPS, peak_tflops
-from lib.setup import Inputs, advantage_columns, check_algorithm, get_compute_dtype
+from lib.setup import advantage_columns, check_algorithm, get_compute_dtype
 from planner.memory import GIB, Moments, StepSettings, estimate_memory, fits, memory_table
 from planner.step_flops import flops_of_step, models_of
-
-if TYPE_CHECKING:
-    from planner.traced_step import Traced
 
 MFU = 0.3  # of an update, for its time: an assumption
 NO_SAVER = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
@@ -30,23 +27,6 @@ class Gpu(NamedTuple):
 H100 = Gpu("H100", 80 * GIB, PEAK_TFLOPS["H100"])
 
 
-def describe_dry_run(args: ScriptArgs, inputs: Inputs) -> str:
-    """Tables of what a step needs on the --dry-run GPUs; with --trace what it allocates, with --plan its seconds."""
-    gpu, traced, lines = gpu_here(), None, []
-    if args.run.trace:
-        from planner.traced_step import trace_step
-
-        traced = trace_step(args, inputs)  # before any backward pass
-    lines = [describe_needs(args, gpu)]
-    if traced is not None:
-        lines += [describe_trace(args, traced, gpu)]
-    if args.run.plan:
-        from planner.splits import describe_plan
-
-        lines += [describe_plan(args, gpu, traced)]
-    return "\n".join(lines)
-
-
 def describe_needs(args: ScriptArgs, gpu: Gpu) -> str:
     """A table of the memory that each of the --dry-run GPUs needs at each moment of a step, and the FLOPs of a step."""
     ranks, flops = training_ranks(args), flops_of_step(args)
@@ -57,15 +37,6 @@ def describe_needs(args: ScriptArgs, gpu: Gpu) -> str:
         return text
     seconds = sum(flops) / (MFU * 1e12 * gpu.peak * ranks)
     return f"{text}:\n{seconds:.0f} s on {ranks} x {gpu.name} at {MFU:.0%} of the peak, without the rollout"
-
-
-def describe_trace(args: ScriptArgs, traced: "Traced", gpu: Gpu) -> str:
-    """Tables of a traced step: its memory beside the estimate, its predicted speed."""
-    from planner.traced_step import speed_table, trace_table
-
-    ranks = training_ranks(args)
-    estimated = memory_of(args, ranks, gpu.memory)
-    return f"{trace_table(traced.memory, estimated)}\n{speed_table(args, step_sizes(args, ranks), traced, ranks)}"
 
 
 def gpu_here() -> Gpu:

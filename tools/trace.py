@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lib import InputError, report_mistake, setup
 from lib.cli.flags import parse_flags
-from planner.estimate import H100, describe_trace
+from planner.dry_run import describe_trace
+from planner.estimate import H100
 from planner.traced_step import trace_step
 
 

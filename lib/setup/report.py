@@ -1,5 +1,5 @@
 """What a run says before it starts, and its check that the flags fit the GPU. Only --dry-run and a GPU's check load the
-planner (planner/estimate.py and what it imports)."""
+planner."""
 
 from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
 from lib.distributed import World, advise_out_of_memory, on_first_rank, total_memory
@@ -51,7 +51,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
         lines += ["note: --group-size 1 leaves no baseline: the advantage of a response is its reward (--singleton)"]
     if args.run.dry_run:
-        from planner.estimate import describe_dry_run
+        from planner.dry_run import describe_dry_run
 
         lines += [describe_dry_run(args, inputs)]
     return "\n".join(lines)
