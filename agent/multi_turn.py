@@ -28,9 +28,10 @@ from agent.interactions import BaseInteraction, load_interaction
 from agent.tools.base import BaseTool, ToolCall, in_thread, readable
 from agent.tools.builtin import load_tools
 from agent.tools.parsers import get_tool_parser
+from agent.tools.rows import shown_tools, template_of_row
 from lib import InputError
 from lib.args import MultiTurnArgs
-from lib.data import SpecialTokenEscaper, shown_tools
+from lib.data import SpecialTokenEscaper
 from lib.data.vision import Encoded, Media, Vision, media_hash
 from lib.log.episodes import FinishReason
 from lib.model.routing import extended_routes
@@ -81,6 +82,11 @@ class MultiTurn:
     @cached_property
     def special_ids(self) -> set[int]:
         return {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+    @property
+    def row_template(self) -> Callable[[dict], tuple[dict, str]] | None:
+        """For the data set."""
+        return partial(template_of_row, self.schemas) if self.schemas else None
 
     def tools_of(self, extra_info: dict) -> tuple[dict[str, BaseTool], list[dict]]:
         """The tools of a row, and their schemas. Raises InputError for a row that names others."""

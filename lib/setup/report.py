@@ -34,8 +34,8 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     lines += [f"validation prompts: {rows_of(data, val_set.files)}" for val_set, data in val_sets]
     lines += ["validation prompts: none"] * (not val_sets)
     for dataset in (train_data, *inputs.val_data):
-        if row := getattr(dataset, "without_tools_kwargs", None):
-            lines += [f"note: {row}: need_tools_kwargs is true, and there are no tools_kwargs"]
+        if note := getattr(dataset, "note", None):
+            lines += [f"note: {note}"]
     if train_data is None:  # --val-only
         sampled = [(len(data), val_set.samples) for val_set, data in val_sets]
         of_sets = " + ".join(f"{rows} x {n}" for rows, n in sampled)

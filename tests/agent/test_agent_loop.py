@@ -653,8 +653,7 @@ def named(name: str, tool: BaseTool) -> BaseTool:
 def prompts_with_tools(how: MultiTurn, infos: list[dict]) -> DataProto:
     """As the data set makes them."""
     rows = [{"prompt": f"{i}?", "data_source": "x", "extra_info": info} for i, info in enumerate(infos)]
-    kwargs = {"tools": how.schemas}
-    data = RLHFDataset(Dataset.from_list(rows), how.tokenizer, max_prompt_length=99, chat_template_kwargs=kwargs)
+    data = RLHFDataset(Dataset.from_list(rows), how.tokenizer, max_prompt_length=99, row_template=how.row_template)
     columns = collate_fn([data[i] for i in range(len(rows))])
     return DataProto.from_single_dict(columns | {"uid": np.arange(len(rows))})
 
