@@ -15,6 +15,7 @@ from typing import Any
 from PIL.Image import Image
 
 from agent.interactions import BaseInteraction
+from agent.metrics import FinishReason
 from agent.multi_turn import (
     REFUSALS,
     Added,
@@ -29,7 +30,6 @@ from agent.multi_turn import (
     without_calls,
 )
 from agent.tools.base import BaseTool, ToolCall, ToolResult, attempt, check_metrics, in_thread, run_tool_call
-from lib.log.episodes import FinishReason
 from lib.rollout import Sampling, turn_seed
 
 

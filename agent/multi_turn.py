@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agent.http.program import Agent
 from agent.interactions import BaseInteraction, load_interaction
+from agent.metrics import FinishReason
 from agent.tools.base import BaseTool, ToolCall, in_thread, readable
 from agent.tools.builtin import load_tools
 from agent.tools.parsers import get_tool_parser
@@ -33,7 +34,6 @@ from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.data import SpecialTokenEscaper
 from lib.data.vision import Encoded, Media, Vision, media_hash
-from lib.log.episodes import FinishReason
 from lib.model.routing import extended_routes
 from lib.reward.scorer import LARGEST_SCORE
 from lib.rollout import Generated

@@ -31,7 +31,7 @@ MOST_METRICS = 100  # of an agent, each a metric of the run; and the characters 
 
 
 class AgentFailed(Exception):
-    """The agent of one episode failed; kind: one of FAILURES in lib/log/episodes.py."""
+    """The agent of one episode failed; kind: one of FAILURES in agent/metrics.py."""
 
     def __init__(self, kind: str, what: str):
         super().__init__(what)

@@ -30,13 +30,13 @@ from agent import (
 )
 from agent.episode import observation
 from agent.http.program import Agent, call_function
+from agent.metrics import agent_metrics
 from agent.multi_turn import LONG_TEXT, AsyncRolloutRequest
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.data import RLHFDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import Mean, World, init_distributed, make_mesh, reduce_metrics, shard_model
-from lib.log import agent_metrics
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
 from lib.rollout.server_engine import ServerEngine

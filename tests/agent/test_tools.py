@@ -27,11 +27,11 @@ from agent import (
     load_tools,
 )
 from agent.interactions import load_interaction
+from agent.metrics import ERROR_KINDS
 from agent.tools.base import attempt, run_tool_call
 from agent.tools.builtin import calculator
 from lib import InputError
 from lib.args import MultiTurnArgs
-from lib.log.episodes import ERROR_KINDS
 from lib.model import load_tokenizer
 from rewards.reasoning_gym import dump_entry
 from tests.common import FORKSERVER, ROOT, TOY_MODEL
