@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent.http.openai_api import IGNORABLE
+from agent.http.requests import IGNORABLE
 from agent.tools.base import check_metrics, in_thread, say
 from lib import InputError
 from lib.args import RolloutArgs
