@@ -19,16 +19,14 @@ from agent.metrics import FinishReason
 from agent.multi_turn import (
     REFUSALS,
     Added,
-    AsyncRolloutRequest,
     MultiTurn,
-    RequestState,
     add_messages,
     assistant_message,
     call_id,
     content_of,
     encode_messages,
-    without_calls,
 )
+from agent.request import AsyncRolloutRequest, RequestState, without_calls
 from agent.tools.base import BaseTool, ToolCall, ToolResult, attempt, check_metrics, in_thread, run_tool_call
 from lib.rollout import Sampling, turn_seed
 

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from agent.episode import EngineFailed, Episode
 from agent.http.agent_episode import AgentEpisode
 from agent.metrics import FinishReason, agent_metrics
-from agent.multi_turn import ERROR_TEXT, AsyncRolloutRequest, MultiTurn
+from agent.multi_turn import MultiTurn
+from agent.request import ERROR_TEXT, AsyncRolloutRequest
 from agent.tools.base import readable, say, show_once, story
 from lib import InputError
 from lib.data.vision import Media, media_of

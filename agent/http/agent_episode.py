@@ -13,7 +13,8 @@ from agent.http.program import Agent, AgentFailed, reward_of
 from agent.http.requests import LARGEST_N, BadRequest, Choice, Options, Rules
 from agent.http.token_tree import Answer, Request, RowFull, TokenTree
 from agent.metrics import OF_AGENTS, OF_COMPACTION, FinishReason
-from agent.multi_turn import LONG_TEXT, REFUSALS, AsyncRolloutRequest, MultiTurn, RequestState
+from agent.multi_turn import LONG_TEXT, REFUSALS, MultiTurn
+from agent.request import AsyncRolloutRequest, RequestState
 from agent.tools.base import BaseTool, in_thread
 from agent.tools.parsers import call_beginning, get_tool_parser
 from lib import InputError

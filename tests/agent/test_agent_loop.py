@@ -31,7 +31,8 @@ from agent import (
 from agent.episode import observation
 from agent.http.program import Agent, call_function
 from agent.metrics import agent_metrics
-from agent.multi_turn import LONG_TEXT, AsyncRolloutRequest
+from agent.multi_turn import LONG_TEXT
+from agent.request import AsyncRolloutRequest
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.data import RLHFDataset, collate_fn
