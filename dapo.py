@@ -136,7 +136,7 @@ from lib.data import gather_rows, scatter_rows
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
-from lib.log import agent_metrics, data_metrics, extra_metrics, mismatch_metrics, row_metrics
+from lib.log import data_metrics, extra_metrics, mismatch_metrics, row_metrics
 from lib.model import Policy, micro_batches
 from lib.reward.scores import Rewards
 from lib.rollout import Rollouts, concat_rows, truncated_rows
@@ -203,7 +203,8 @@ def sample_groups(
         extras, failures = rewards.submit(batch, step).add_to(batch, args.reward_keys)
         rollouts.record_scores(batch)
         batch.batch["truncated"] = truncated_rows(batch)
-        add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | agent_metrics(batch) | failures)
+        add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | failures)
+        add_metrics(metrics, rollouts.sampler.batch_metrics(batch))
         add_metrics(metrics, {"training/tokens": Sum(batch.batch["attention_mask"].sum().item())})
         batch.non_tensor_batch.pop("agent_metrics", None)  # clocks among them: no part of a run's state
         batch, uninformative = split_by_signal(args, rollouts.all_gather(batch))

@@ -111,7 +111,7 @@ from lib.data import gather_rows, scatter_rows
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
-from lib.log import agent_metrics, data_metrics, extra_metrics, mismatch_metrics, row_metrics
+from lib.log import data_metrics, extra_metrics, mismatch_metrics, row_metrics
 from lib.model import Policy, micro_batches
 from lib.run import open_run
 
@@ -272,7 +272,7 @@ def main(args: Args) -> None:
         updated, outputs = update(args, actor, batch, needs, entropy_control.value)
 
         # ---- 6 log
-        metrics += [updated, row_metrics(batch), extra_metrics(extras), failures, agent_metrics(batch)]
+        metrics += [updated, row_metrics(batch), extra_metrics(extras), failures]
         metrics += [rollouts.metrics(batch, step), {"actor/entropy_coef": entropy_control.value}]
         logged = run.log(step, metrics)
         if "actor/entropy" in logged:  # missing in a step without a trained token

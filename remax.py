@@ -100,7 +100,7 @@ from lib.data import gather_rows, scatter_rows
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
-from lib.log import agent_metrics, data_metrics, extra_metrics, mismatch_metrics, row_metrics
+from lib.log import data_metrics, extra_metrics, mismatch_metrics, row_metrics
 from lib.model import Policy, micro_batches
 from lib.run import open_run
 
@@ -259,7 +259,7 @@ def main(args: Args) -> None:
         updated, outputs = update(args, actor, batch, needs, entropy_control.value)
 
         # ---- 6 log
-        metrics += [updated, row_metrics(batch, greedy), extra_metrics(extras), failures, agent_metrics(batch)]
+        metrics += [updated, row_metrics(batch, greedy), extra_metrics(extras), failures]
         rows_with_baseline = int(has_baseline.sum())  # REMAX:
         baseline = {
             "reward/baseline": Mean(baselines[has_baseline].sum().item(), rows_with_baseline),

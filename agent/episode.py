@@ -15,21 +15,19 @@ from typing import Any
 from PIL.Image import Image
 
 from agent.interactions import BaseInteraction
+from agent.metrics import FinishReason
 from agent.multi_turn import (
     REFUSALS,
     Added,
-    AsyncRolloutRequest,
     MultiTurn,
-    RequestState,
     add_messages,
     assistant_message,
     call_id,
     content_of,
     encode_messages,
-    without_calls,
 )
+from agent.request import AsyncRolloutRequest, RequestState, without_calls
 from agent.tools.base import BaseTool, ToolCall, ToolResult, attempt, check_metrics, in_thread, run_tool_call
-from lib.log.episodes import FinishReason
 from lib.rollout import Sampling, turn_seed
 
 

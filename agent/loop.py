@@ -20,12 +20,14 @@ import torch.nn.functional as F
 
 from agent.episode import EngineFailed, Episode
 from agent.http.agent_episode import AgentEpisode
-from agent.multi_turn import ERROR_TEXT, AsyncRolloutRequest, MultiTurn
+from agent.metrics import FinishReason, agent_metrics
+from agent.multi_turn import MultiTurn
+from agent.request import ERROR_TEXT, AsyncRolloutRequest
 from agent.tools.base import readable, say, show_once, story
 from lib import InputError
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.log.episodes import FinishReason
+from lib.distributed import Metric
 from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states, row_limits
 
@@ -48,6 +50,9 @@ class Episodes:
     def __init__(self, engine: RolloutEngine, settings: MultiTurn):
         self.engine, self.settings = engine, settings
         self.episode = AgentEpisode if settings.agent else Episode
+
+    def batch_metrics(self, batch: DataProto) -> dict[str, Metric]:
+        return agent_metrics(batch)
 
     def _make_requests(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> list[AsyncRolloutRequest]:
         """Raises InputError if the prompts were made with other tools than those of their rows."""

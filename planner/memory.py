@@ -27,191 +27,240 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
     columns           of the batch (lib/columns.py), of the rows of all ranks, while advantages are computed
     vLLM              its share of the GPU, or what the weights and the KV cache of one row take, if that is more
 
-Weights, Adam and gradients are exact. Activations and work are measured: the model runs forward and backward on the
-meta device, where attention keeps what a flash kernel keeps. HEADROOM is left for the GPU's context, NCCL's buffers and
-memory that the allocator cannot use again. With LoRA only adapters have gradients and Adam. What is offloaded counts in
-the moment "host", which is the host's memory."""
+Weights, Adam and gradients are exact. Activations and work are measured (planner/meta.py). HEADROOM is left for the
+GPU's context, NCCL's buffers and memory that the allocator cannot use again. With LoRA only adapters have gradients and
+Adam. What is offloaded counts in the moment "host", which is the host's memory."""
 
-import inspect
 import math
-import sys
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import lru_cache, partial
-from types import NoneType
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
-import transformers
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
-from lib import InputError
-from lib.data import local_copy
-from lib.distributed import BUCKET_BYTES, ESTIMATED, trainable_parameters
-from lib.model import load, log_probs
-from lib.model.load import add_lora, class_of, decoder_layers, freeze, fsdp_layer_classes
-from lib.model.values import token_values
-from lib.model.vision import cache_keyword, family_of, patches_per_feature, tower_layers, vision_names
-from planner.trace import replaced
+from lib.distributed import BUCKET_BYTES, trainable_parameters
+from lib.model.load import decoder_layers, fsdp_layer_classes
+from planner.meta import TowerCosts, forward_peak, known_model, kv_bytes_per_token, update_costs
 
 GIB = 2**30
 HEADROOM = 0.1  # of the device
-Moments = dict[str, dict[str, int]]  # moment -> part -> bytes on one rank
+Parts = dict[str, int]  # part -> bytes on one rank
+Moments = dict[str, Parts]
+Models = dict[str, PreTrainedModel]
 
 
-def estimate_memory(
-    model: str,
-    *,
-    ranks: int,
-    compute_dtype: torch.dtype,
-    micro_batch_tokens: int,
-    rows: int,
-    max_prompt_length: int,
-    max_response_length: int,
-    mini_batch_rows: int = 0,
-    rows_a_prompt: int = 1,
-    accumulation: Literal["none", "whole", "sharded"] = "whole",
-    entropy_in_loss: bool = True,
-    gradient_checkpointing: bool = False,
-    lora_rank: int = 0,
-    frozen_dtype: torch.dtype = torch.float32,
-    reference: bool = False,
-    critic_model: str = "",
-    reward_model: str = "",
-    cpu_offload: bool = False,
-    offload_activations: bool = False,
-    engine_bytes: int | None = 0,
-    engine_ranks: int = 1,
-    scores_awake: bool = False,
-    gathered_bytes: int = 0,
-    trust_remote_code: bool = False,
-    **of_trained: Any,
-) -> Moments:
-    """Bytes on each of `ranks` ranks in each moment of a step. Models: Hugging Face ids, folders or config.json files.
+@dataclass(frozen=True)
+class StepSettings:
+    """What the memory of a step depends on. Models: Hugging Face ids, folders or config.json files."""
 
-    micro_batch_tokens: tokens of one forward and backward, all taken for response tokens. rows: responses that one rank
-    samples at once. mini_batch_rows: of them, those of an update; 0: all. rows_a_prompt: responses to a prompt that is
-    computed once. accumulation: when gradients are reduced: "none": there is one micro-batch; "whole": after the last
-    one; "sharded": after each. entropy_in_loss: whether the loss has a gradient by the entropies. frozen_dtype: of
-    LoRA's base, reference and reward model. reference: a frozen copy of the policy; with LoRA the base is the reference
-    and there is no copy. cpu_offload: weights, gradients and Adam in the host's memory (FSDP2's CPUOffloadPolicy).
-    offload_activations: those of an update wait in the host's memory, except one layer's. engine_bytes: of a vLLM
-    engine while it is awake; 0: the hf engine; None: servers sample. engine_ranks: over which vLLM splits the model
-    (tensor parallel). scores_awake: the reward model runs while vLLM is awake. gathered_bytes: columns of the rows of
-    all ranks, which each rank holds while it computes advantages. of_trained: `lora_target_modules`, `freeze_pattern`
-    and `use_liger_kernel` of `meta_model`. What is frozen stays fp32.
+    model: str
+    ranks: int  # that share the weights
+    compute_dtype: torch.dtype
+    micro_batch_tokens: int  # of one forward and backward; all count as response tokens
+    rows: int  # responses that one rank samples at once
+    max_prompt_length: int
+    max_response_length: int
+    mini_batch_rows: int = 0  # those of an update; 0: all
+    rows_a_prompt: int = 1  # responses to a prompt that is computed once
+    accumulation: Literal["none", "whole", "sharded"] = "whole"  # one micro-batch, or gradients of several
+    entropy_in_loss: bool = True  # the loss has a gradient by the entropies
+    gradient_checkpointing: bool = False
+    lora_rank: int = 0
+    lora_target_modules: str = "all-linear"
+    freeze_pattern: str = ""
+    use_liger_kernel: bool = False
+    frozen_dtype: torch.dtype = torch.float32  # of LoRA's base, reference and reward model; what else is frozen is fp32
+    reference: bool = False  # a frozen copy of the policy; with LoRA the base is the reference
+    critic_model: str = ""
+    reward_model: str = ""
+    cpu_offload: bool = False  # weights, gradients and Adam, by FSDP2's CPUOffloadPolicy
+    offload_activations: bool = False  # those of an update, except one layer's
+    on_servers: bool = False  # which sample in place of the ranks
+    engine_bytes: int = 0  # of a vLLM engine that is awake; 0: the hf engine
+    engine_ranks: int = 1  # over which vLLM splits the model
+    scores_awake: bool = False  # the reward model runs while vLLM is awake
+    gathered_bytes: int = 0  # of the columns of all ranks' rows
+    trust_remote_code: bool = False
 
-    Raises InputError: there is no such config, or it is of another kind of model."""
-    c, longest = compute_dtype.itemsize, max_prompt_length + max_response_length
-    trained_rows, shared = mini_batch_rows or rows, max_prompt_length / rows_a_prompt
-    tokens, in_update, of_images = (
-        min(micro_batch_tokens, math.ceil(n))
-        for n in (rows * (shared + max_response_length), trained_rows * (shared + max_response_length), rows * shared)
-    )
-    build = partial(_known_model, dtype=compute_dtype, trust_remote_code=trust_remote_code)
-    train = partial(build, lora_rank=lora_rank, **of_trained)
-    actor = train(AutoModelForCausalLM, model, "--model")
-    token_model = transformers.AutoModelForTokenClassification
-    row_model = transformers.AutoModelForSequenceClassification
-    critic = train(token_model, critic_model, "--critic-model") if critic_model else None
-    scorer = build(row_model, reward_model, "--reward-model") if reward_model else None
+    @property
+    def prompt_share(self) -> float:
+        """The tokens of a prompt for each of its responses."""
+        return self.max_prompt_length / self.rows_a_prompt
 
-    # ---- what is held from the first step to the last
-    held, gradients, accumulated = {}, {}, {}
-    of_frozen = frozen_dtype.itemsize if lora_rank else 4
-    for name, network in {"": actor, "critic ": critic}.items():
-        if network is not None:
-            trained = trainable_parameters(network)
-            shard = shard_numel(trained, ranks)
-            frozen = shard_numel([p for p in network.parameters() if not p.requires_grad], ranks)
-            held[f"{name}weights"] = 4 * shard + of_frozen * frozen
-            held[f"{name}Adam"] = 8 * shard
-            gradients[f"{name}gradients"] = 4 * shard
-            if accumulation != "none":
-                accumulated[f"{name}gradients"] = 4 * shard_numel(trained, 1 if accumulation == "whole" else ranks)
-    for name, network in {"reference": actor if reference and not lora_rank else None, "reward model": scorer}.items():
-        if network is not None:
-            held[name] = frozen_dtype.itemsize * shard_numel(list(network.parameters()), ranks)
+    def micro_batch(self, rows: int, row_tokens: float) -> int:
+        """Tokens of the largest micro-batch of so many rows."""
+        return min(self.micro_batch_tokens, math.ceil(rows * row_tokens))
 
-    # ---- sampling, and forward passes without gradients
-    moments: Moments = {}
-    numel, kv = sum(p.numel() for p in actor.parameters()), kv_bytes_per_token(actor)
-    largest = max(p.numel() for p in actor.parameters())
-    if engine_bytes is None:
-        moments["weight sync"] = {"buckets": 3 * max(BUCKET_BYTES, c * largest), "weight sync": (4 + c) * largest}
-    elif engine_bytes:
-        engine_needs = (c * numel + longest * kv) // engine_ranks
-        moments["rollout"] = {"vLLM": max(engine_bytes, engine_needs), "weight sync": (4 + c) * largest}
-    else:
-        vocabulary = actor.config.get_text_config().vocab_size
-        prompts = rows * max_prompt_length  # tokens; in validation all prompts differ
-        work = max(forward_peak(actor, prompts, with_head=False), TowerCosts.of(actor, prompts).work)
-        moments["prefill"] = {"gathered weights": c * numel, "KV cache": prompts * kv, "work": work}
-        work = rows * vocabulary * (c + 12)  # logits; in fp32: logits / temperature, their CDF and log-softmax
-        moments["rollout"] = {"gathered weights": c * numel, "KV cache": rows * longest * kv, "work": work}
-    for name, network in {"log-probs": actor, "reward model": scorer}.items():
-        if network is not None:
-            groups, tower = FSDPGroups.of(network), TowerCosts.of(network, of_images)
-            in_layers = {"gathered weights": groups.whole_in_forward(c, ranks)}
-            in_layers["work"] = max(forward_peak(network, tokens, with_head=False), tower.work)
-            in_head = {"gathered weights": groups.whole_in_head(c, ranks), "work": forward_peak(network, tokens)}
-            at_start = {"gathered weights": groups.whole_at_start(c, ranks), "work": 0}
-            moments[name] = max(at_start, in_layers, in_head, key=lambda parts: sum(parts.values()))
-    if engine_bytes and scorer is not None and scores_awake:
-        moments["reward model"]["vLLM"] = moments["rollout"]["vLLM"]
-    if gathered_bytes:
-        moments["advantages"] = {"columns": gathered_bytes}
+    @property
+    def pass_tokens(self) -> int:
+        return self.micro_batch(self.rows, self.prompt_share + self.max_response_length)
 
-    # ---- update
-    groups, costs = FSDPGroups.of(actor), update_costs(actor, in_update, gradient_checkpointing, entropy_in_loss)
-    reduces = accumulation != "whole"
-    in_backward, in_last = (
-        {"gathered weights": groups.whole_in_backward(c, ranks, reduces, last)} for last in (False, True)
-    )
-    tower = TowerCosts.of(actor, of_images, gradient_checkpointing)
-    of_a_layer, host = costs.kept // groups.layers, {}
-    if offload_activations:
-        host["activations"] = costs.kept + tower.kept
-    elif tower.kept:
-        accumulated["images"] = tower.kept
-    begun = {"activations": of_a_layer if offload_activations else costs.kept, **accumulated}
-    # at the last layer: the other layers' activations are gone, and their gradients exist; the root's come last
-    of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
-    done = {"activations": of_a_layer, "work": costs.last_layer - of_a_layer}
-    done |= {"gradients": 4 * shard_numel(of_layers, ranks), **accumulated}
-    moments["loss"] = {"gathered weights": groups.whole_in_head(c, ranks), "work": costs.loss, **begun}
-    moments["backward"] = in_backward | {"work": costs.backward, **begun}
-    moments["last layer"] = in_last | done
-    if tower.kept:  # the tower comes last
-        moments["vision"] = in_last | done | {"activations": 0, "work": tower.work}
+    @property
+    def update_tokens(self) -> int:
+        return self.micro_batch(self.mini_batch_rows or self.rows, self.prompt_share + self.max_response_length)
+
+    @property
+    def image_tokens(self) -> int:
+        return self.micro_batch(self.rows, self.prompt_share)
+
+
+def estimate_memory(step: StepSettings) -> Moments:
+    """Bytes on each rank in each moment of a step. Raises InputError: there is no such config, or it is of another kind
+    of model."""
+    trained, frozen = models_of(step)
+    actor, critic, scorer = trained[""], trained.get("critic "), frozen.get("reward model")
+    held = _held_parts(step, trained, frozen)
+    gradients, accumulated = _gradient_parts(step, trained)
+    moments = _sampling(step, actor) | {"log-probs": _pass(step, actor)}
+    if scorer is not None:
+        moments["reward model"] = _pass(step, scorer)
+        if step.scores_awake and "vLLM" in moments.get("rollout", {}):
+            moments["reward model"]["vLLM"] = moments["rollout"]["vLLM"]
+    if step.gathered_bytes:
+        moments["advantages"] = {"columns": step.gathered_bytes}
+    update, host = _update(step, actor, accumulated)
+    moments |= update
     if critic is not None:
-        groups, costs = FSDPGroups.of(critic), update_costs(critic, in_update, gradient_checkpointing)
-        tower = TowerCosts.of(critic, of_images, gradient_checkpointing)
-        kept = costs.kept + tower.kept
-        moments["critic"] = {
-            "gathered weights": groups.whole_in_backward(c, ranks, reduces),
-            "work": max(costs.loss, costs.backward, costs.last_layer - costs.kept, tower.work),
-            "activations": costs.kept // groups.layers if offload_activations else kept,
-            "critic gradients": gradients["critic gradients"],
-            **{name: size for name, size in accumulated.items() if name in gradients},
-        }
-        if offload_activations:
+        moments["critic"], kept = _critic_update(step, critic, gradients, accumulated)
+        if step.offload_activations:
             host["activations"] = max(host["activations"], kept)
-    moments["optimizer"] = dict(gradients)
-    if cpu_offload:
-        del moments["optimizer"]
-        if accumulation != "whole":  # whole gradients add up on the device
+    if step.cpu_offload:
+        host |= held | gradients
+        if step.accumulation != "whole":  # whole gradients add up on the device
             for parts in moments.values():
                 for name in gradients:
                     parts.pop(name, None)
-        host |= held | gradients
     else:
+        moments["optimizer"] = gradients
         moments = {moment: held | parts for moment, parts in moments.items()}
     return moments | {"host": host} if host else moments
+
+
+def models_of(step: StepSettings) -> tuple[Models, Models]:
+    """The models that train, by what their parts' names begin with, and those that do not, by name."""
+    build = partial(known_model, dtype=step.compute_dtype, trust_remote_code=step.trust_remote_code)
+    train = partial(
+        build,
+        lora_rank=step.lora_rank,
+        lora_target_modules=step.lora_target_modules,
+        freeze_pattern=step.freeze_pattern,
+        use_liger_kernel=step.use_liger_kernel,
+    )
+    trained: Models = {"": train(AutoModelForCausalLM, step.model, "--model")}
+    if step.critic_model:
+        trained["critic "] = train(AutoModelForTokenClassification, step.critic_model, "--critic-model")
+    frozen: Models = {}
+    if step.reference and not step.lora_rank:
+        frozen["reference"] = trained[""]
+    if step.reward_model:
+        frozen["reward model"] = build(AutoModelForSequenceClassification, step.reward_model, "--reward-model")
+    return trained, frozen
+
+
+def _held_parts(step: StepSettings, trained: Models, frozen: Models) -> Parts:
+    """From the first step to the last."""
+    held: Parts = {}
+    frozen_bytes = step.frozen_dtype.itemsize
+    for prefix, model in trained.items():
+        trains = shard_numel(trainable_parameters(model), step.ranks)
+        stays = shard_numel([p for p in model.parameters() if not p.requires_grad], step.ranks)
+        held[f"{prefix}weights"] = 4 * trains + (frozen_bytes if step.lora_rank else 4) * stays
+        held[f"{prefix}Adam"] = 8 * trains
+    for name, model in frozen.items():
+        held[name] = frozen_bytes * shard_numel(list(model.parameters()), step.ranks)
+    return held
+
+
+def _gradient_parts(step: StepSettings, trained: Models) -> tuple[Parts, Parts]:
+    """(gradients when the optimizer steps, those that add up before the last micro-batch)."""
+    parameters = {f"{prefix}gradients": trainable_parameters(model) for prefix, model in trained.items()}
+    reduced = {name: 4 * shard_numel(own, step.ranks) for name, own in parameters.items()}
+    whole = {name: 4 * shard_numel(own, 1) for name, own in parameters.items()}
+    return reduced, {"none": {}, "whole": whole, "sharded": dict(reduced)}[step.accumulation]
+
+
+def _sampling(step: StepSettings, actor: PreTrainedModel) -> Moments:
+    c, cached = step.compute_dtype.itemsize, kv_bytes_per_token(actor)
+    row_length = step.max_prompt_length + step.max_response_length
+    weights = c * sum(p.numel() for p in actor.parameters())
+    largest = max(p.numel() for p in actor.parameters())
+    sync = (4 + c) * largest
+    if step.on_servers:
+        return {"weight sync": {"buckets": 3 * max(BUCKET_BYTES, c * largest), "weight sync": sync}}
+    if step.engine_bytes:
+        needed = (weights + row_length * cached) // step.engine_ranks
+        return {"rollout": {"vLLM": max(step.engine_bytes, needed), "weight sync": sync}}
+    prompts = step.rows * step.max_prompt_length  # tokens; in validation all prompts differ
+    prefill = max(forward_peak(actor, prompts, with_head=False), TowerCosts.of(actor, prompts).work)
+    vocabulary = actor.config.get_text_config().vocab_size
+    sampling = step.rows * vocabulary * (c + 12)  # logits; in fp32: logits / temperature, their CDF and log-softmax
+    caches = prompts * cached, step.rows * row_length * cached
+    return {
+        "prefill": {"gathered weights": weights, "KV cache": caches[0], "work": prefill},
+        "rollout": {"gathered weights": weights, "KV cache": caches[1], "work": sampling},
+    }
+
+
+def _pass(step: StepSettings, model: PreTrainedModel) -> Parts:
+    """Of a forward pass without gradients: its worst moment."""
+    c, ranks, tokens = step.compute_dtype.itemsize, step.ranks, step.pass_tokens
+    groups, tower = FSDPGroups.of(model), TowerCosts.of(model, step.image_tokens)
+    layer = max(forward_peak(model, tokens, with_head=False), tower.work)
+    at_start = {"gathered weights": groups.whole_at_start(c, ranks), "work": 0}
+    in_layers = {"gathered weights": groups.whole_in_forward(c, ranks), "work": layer}
+    in_head = {"gathered weights": groups.whole_in_head(c, ranks), "work": forward_peak(model, tokens)}
+    return max(at_start, in_layers, in_head, key=lambda parts: sum(parts.values()))
+
+
+def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> tuple[Moments, Parts]:
+    """(moments of the policy's update, what is in the host's memory)."""
+    c, groups, tokens = step.compute_dtype.itemsize, FSDPGroups.of(actor), step.update_tokens
+    costs = update_costs(actor, tokens, step.gradient_checkpointing, step.entropy_in_loss)
+    tower = TowerCosts.of(actor, step.image_tokens, step.gradient_checkpointing)
+    of_a_layer, host = costs.kept // groups.layers, {}
+    if step.offload_activations:
+        host["activations"] = costs.kept + tower.kept
+    elif tower.kept:
+        accumulated = accumulated | {"images": tower.kept}
+    begun = {"activations": of_a_layer if step.offload_activations else costs.kept} | accumulated
+    # at the last layer: the other layers' activations are gone, and their gradients exist; the root's come last
+    of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
+    done = {"activations": of_a_layer, "work": costs.last_layer - of_a_layer}
+    done |= {"gradients": 4 * shard_numel(of_layers, step.ranks)} | accumulated
+    reduces = step.accumulation != "whole"
+    in_head = groups.whole_in_head(c, step.ranks)
+    in_layers, in_last = (groups.whole_in_backward(c, step.ranks, reduces, last_layer=last) for last in (False, True))
+    moments = {
+        "loss": {"gathered weights": in_head, "work": costs.loss} | begun,
+        "backward": {"gathered weights": in_layers, "work": costs.backward} | begun,
+        "last layer": {"gathered weights": in_last} | done,
+    }
+    if tower.kept:  # the tower comes last
+        moments["vision"] = moments["last layer"] | {"activations": 0, "work": tower.work}
+    return moments, host
+
+
+def _critic_update(
+    step: StepSettings, critic: PreTrainedModel, gradients: Parts, accumulated: Parts
+) -> tuple[Parts, int]:
+    """(its moment, its activations)."""
+    groups, costs = FSDPGroups.of(critic), update_costs(critic, step.update_tokens, step.gradient_checkpointing)
+    tower = TowerCosts.of(critic, step.image_tokens, step.gradient_checkpointing)
+    kept, reduces = costs.kept + tower.kept, step.accumulation != "whole"
+    parts = {
+        "gathered weights": groups.whole_in_backward(step.compute_dtype.itemsize, step.ranks, reduces),
+        "work": max(costs.loss, costs.backward, costs.last_layer - costs.kept, tower.work),
+        "activations": costs.kept // groups.layers if step.offload_activations else kept,
+        "critic gradients": gradients["critic gradients"],
+    }
+    return parts | accumulated, kept
 
 
 # ---- exact sizes: what is stored -----------------------------------------------------------------
@@ -258,278 +307,10 @@ class FSDPGroups(NamedTuple):
         return c * (self.root + self.layer) + buffers
 
 
-# ---- measured sizes: passes on the meta device ---------------------------------------------------
-def attention_on_meta(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Stands for packed_sdpa. Autograd keeps its inputs, its output and a number per row. query (1, H, N, D)."""
-    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scaling)[0]
-    return torch.cat([out.transpose(1, 2)]), None  # packed_sdpa puts the runs together in a copy
-
-
-ALL_ATTENTION_FUNCTIONS.register("attention_on_meta", attention_on_meta)
-
-
-def meta_model(
-    auto_class: Any,
-    path: str,
-    flag: str,
-    dtype: torch.dtype,
-    *,
-    lora_rank: int = 0,
-    lora_target_modules: str = "all-linear",
-    freeze_pattern: str = "",
-    use_liger_kernel: bool = False,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """The model of a config, on the meta device: with adapters if there is a rank, frozen where a pattern says it."""
-    try:
-        config = AutoConfig.from_pretrained(local_copy(path, weights=False), trust_remote_code=trust_remote_code)
-        if auto_class is not AutoModelForCausalLM:
-            config.num_labels = 1
-        options = {"dtype": dtype, "attn_implementation": "attention_on_meta", "trust_remote_code": trust_remote_code}
-        with torch.device("meta"):
-            model = class_of(auto_class, config).from_config(config, **options)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{flag} {path}: no model by its config: {str(error).splitlines()[0]}") from error
-    if auto_class is AutoModelForCausalLM:
-        model.token_log_probs = None  # by this attribute add_lora knows a policy
-    if lora_rank:
-        add_lora(model, rank=lora_rank, alpha=1, seed=0, target_modules=lora_target_modules)
-        model.to("meta", dtype)  # FSDP casts the fp32 adapters for the forward
-    elif freeze_pattern:
-        freeze(model, freeze_pattern)
-    if use_liger_kernel:
-        names = vars(sys.modules[type(model).__module__])  # which liger-kernel changes for all models
-        before = dict(names)
-        load.use_liger_kernel(model, ESTIMATED)
-        names.update(before)
-    return model
-
-
-_known_model = lru_cache(8)(meta_model)  # by the same arguments the same model, so that it is measured once
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make in the block, while these are referenced: `now` and `peak`."""
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        outputs = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._add, outputs)
-        return outputs
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.known:
-            self.known.add(storage._cdata)
-            weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-    def _remove(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-
-def _decoder(model: PreTrainedModel) -> PreTrainedModel:
-    return model.base_model if family_of(model.config) is None else model.get_decoder()
-
-
-def kernels_of_a_gpu() -> AbstractContextManager:
-    """In it log-probs allocate what they do where they are compiled: logits and results. No Triton function runs."""
-
-    def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
-        logits = torch.mm(h, weight.T)
-        with _disable_current_modes():
-            results = fn(logits, *args)
-        return tree_map_only(torch.Tensor, torch.clone, results)
-
-    changes: list[tuple[Any, str, Any]] = [(log_probs, "with_logits", with_logits)]
-    if "liger_kernel" in sys.modules:
-        from triton.runtime.jit import JITFunction
-
-        changes.append((JITFunction, "run", lambda *_, **__: None))
-    return replaced(*changes)
-
-
-def _forward(model: PreTrainedModel, tokens: int, entropy_in_loss: bool = True) -> torch.Tensor:
-    """Runs one row of `tokens` through the model, as a micro-batch runs. Returns a scalar to differentiate."""
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": torch.empty(1, 1, 1, 1)}
-    select = torch.arange(tokens)
-    if hasattr(model, "token_log_probs"):
-        logp, entropy = log_probs.token_log_probs(model, inputs, select, ids[0], temperature=1.0)
-        return (logp + entropy if entropy_in_loss else logp).sum()
-    return token_values(model, inputs, select).sum()
-
-
-def _of_all_layers(model: PreTrainedModel, measure: Callable[[], Sequence[int]]) -> list[int]:
-    """The sizes that `measure` finds. Where all layers are alike, each adds the same to a size: three and four of them
-    are measured in place of, say, eighty."""
-    decoder, layers = _decoder(model), decoder_layers(model)
-    if len(layers) < 5 or [*getattr(decoder, "layers", ())] != layers or len(set(map(_kind, layers))) > 1:
-        return [*measure()]
-    whole, measured = decoder.layers, []
-    try:
-        for n in (3, 4):
-            decoder.layers = whole[:n]
-            measured.append(measure())
-    finally:
-        decoder.layers = whole
-    return [three + (len(layers) - 3) * (four - three) for three, four in zip(*measured)]
-
-
-def _kind(layer: torch.nn.Module) -> tuple:
-    """What tells the layer from one that computes otherwise: its weights and its settings, less its number."""
-    weights = ((name, p.shape, p.requires_grad) for name, p in layer.named_parameters())
-    settings = ((name, *item) for name, module in layer.named_modules() for item in vars(module).items())
-    plain = (bool, int, float, str, NoneType)
-    return *weights, *(item for item in settings if isinstance(item[2], plain) and item[1] != "layer_idx")
-
-
-@lru_cache(16)
-@torch.no_grad()
-def forward_peak(model: PreTrainedModel, tokens: int, with_head: bool = True) -> int:
-    """Peak bytes of a forward pass without gradients, without the weights."""
-
-    def measure() -> tuple[int]:
-        with torch.device("meta"), kernels_of_a_gpu(), LiveBytes(model) as live:
-            if with_head:
-                _forward(model, tokens)
-            else:
-                _decoder(model)(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-        return (live.peak,)
-
-    return _of_all_layers(model, measure)[0]
-
-
-class UpdateCosts(NamedTuple):
-    """Bytes of a forward and backward pass, without weights and without FSDP's buffers."""
-
-    kept: int  # activations, at the end of the forward pass
-    loss: int  # besides them, until the gradient has come through the head
-    backward: int  # besides them, from then on
-    last_layer: int  # when the gradient comes to the first layer and to what is before it, with what is left of them
-
-
-@lru_cache(16)
-def update_costs(
-    model: PreTrainedModel, tokens: int, gradient_checkpointing: bool, entropy_in_loss: bool = True
-) -> UpdateCosts:
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    measure = partial(_update_peaks, model, tokens, entropy_in_loss)
-    kept, loss, in_layers, in_last = _of_all_layers(model, measure)
-    model.zero_grad()
-    model.gradient_checkpointing_disable()
-    return UpdateCosts(kept, loss - kept, max(in_layers - kept, 0), in_last)
-
-
-def _update_peaks(model: PreTrainedModel, tokens: int, entropy_in_loss: bool) -> tuple[int, int, int, int]:
-    """(activations, the peaks until the gradient has come through the head, to the first layer, and to the end)."""
-    peaks, live = [], LiveBytes(model)
-
-    def next_moment(*_) -> None:
-        peaks.append(live.peak)
-        live.peak = live.now
-
-    def end_of_decoder(module, args, output) -> None:
-        next_moment()
-        output.last_hidden_state.register_hook(next_moment)
-
-    def begin_of_layer(layer, args) -> None:
-        def gradient_comes(_) -> None:
-            layer.zero_grad()  # FSDP takes those of the layer away
-            if layer in layers[1:2]:
-                next_moment()
-
-        if args[0].requires_grad:
-            args[0].register_hook(gradient_comes)
-
-    layers = decoder_layers(model)
-    hooks = [_decoder(model).register_forward_hook(end_of_decoder)]
-    hooks += [layer.register_forward_pre_hook(begin_of_layer) for layer in layers]
-    with torch.device("meta"), kernels_of_a_gpu(), live:
-        output = _forward(model, tokens, entropy_in_loss)
-        kept = live.now
-        output.backward()
-        next_moment()
-    for hook in hooks:
-        hook.remove()
-    model.zero_grad()
-    _, loss, *in_layers, in_last = peaks  # nothing tells them apart where no gradient comes to the first layer
-    return kept, loss, max(in_layers, default=in_last), in_last
-
-
-class TowerCosts(NamedTuple):
-    """Bytes of a vision model's tower, without weights. 0 for a text model."""
-
-    kept: int  # activations, at the end of its forward pass
-    work: int  # besides them, in one of its layers
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, tokens: int, gradient_checkpointing: bool = False) -> "TowerCosts":
-        """tokens: of images. A block is measured; the projector keeps what its linear layers take and give."""
-        family = family_of(model.config)
-        if family is None:
-            return cls(0, 0)
-        patches, size = tokens * patches_per_feature(model.config), model.dtype.itemsize
-        blocks = tower_layers(model)
-        of_block, peak = _block_costs(model, blocks[0], patches)
-        checkpoint = size * patches * _width(blocks[0])
-        kept = len(blocks) * (checkpoint if gradient_checkpointing else of_block)
-        projectors = [model.get_submodule(path) for path in family.projector]
-        layers = [layer for projector in projectors for layer in projector.modules()]
-        linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
-        kept += size * tokens * sum(layer.in_features + layer.out_features for layer in linear)
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        trains = trained.intersection(vision_names(model, "tower"))
-        return cls(kept if trains else 0, peak if gradient_checkpointing else peak - of_block)
-
-
-def _width(block: torch.nn.Module) -> int:
-    """Of what a block of a tower takes. In Qwen2-VL's config, hidden_size is the decoder's."""
-    return next(block.parameters()).shape[-1]
-
-
-@lru_cache(16)
-def _block_costs(model: PreTrainedModel, block: torch.nn.Module, patches: int) -> tuple[int, int]:
-    """Bytes of a block of the tower: (what autograd keeps, the peak until the end of the backward pass)."""
-    width, takes = _width(block), inspect.signature(block.forward).parameters
-    with torch.device("meta"), kernels_of_a_gpu(), LiveBytes(model) as live:
-        if "cu_seqlens" in takes:  # Qwen, GLM: the images in one row
-            heads = torch.empty(patches, width // model.config.vision_config.num_heads)
-            one_image = torch.tensor([0, patches], dtype=torch.int32, device="cpu")
-            given: dict[str, Any] = {"cu_seqlens": one_image, "position_embeddings": (heads, heads)}
-            x = torch.empty(patches, width, dtype=model.dtype, requires_grad=True)
-        else:
-            given = {"attention_mask": None}
-            x = torch.empty(1, patches, width, dtype=model.dtype, requires_grad=True)
-        before = live.now
-        out = block(x, **given)
-        kept = live.now - before
-        out.sum().backward()
-    model.zero_grad()
-    return kept, live.peak - before
-
-
-@lru_cache(16)
-def kv_bytes_per_token(model: PreTrainedModel) -> int:
-    cache, decoder = DynamicCache(config=model.config), _decoder(model.eval())
-    with torch.device("meta"), kernels_of_a_gpu(), torch.no_grad():
-        decoder(torch.zeros(1, 1, dtype=torch.long), use_cache=True, **{cache_keyword(decoder): cache})
-    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]  # a state does not grow
-    return sum(t.numel() * t.itemsize for layer in layers for t in (layer.keys, layer.values))
-
-
 # ---- what fits -----------------------------------------------------------------------------------
 def worst_moment(moments: Moments) -> tuple[str, int]:
     """(name, bytes) of the moment that needs most of the GPU."""
-    sums = {name: sum(sizes.values()) for name, sizes in moments.items() if name != "host"}
+    sums = {name: sum(parts.values()) for name, parts in moments.items() if name != "host"}
     return max(sums.items(), key=lambda item: item[1])
 
 
@@ -538,17 +319,19 @@ def fits(moments: Moments, device_bytes: int) -> bool:
     return worst_moment(moments)[1] <= (1 - HEADROOM) * device_bytes
 
 
+def table_line(name: str, sizes: Sequence[int | None]) -> str:
+    return name.ljust(18) + "".join(f"{'-' if n is None else f'{n / GIB:.2f}':>12}" for n in sizes)
+
+
 def memory_table(moments: Moments, device_bytes: int) -> str:
     """A table of GiB per part and moment, the sum of each moment, and whether the worst one fits the device."""
-    parts = list(dict.fromkeys(part for sizes in moments.values() for part in sizes))
-    sums = {name: sum(sizes.values()) for name, sizes in moments.items()}
-    rows = [(part, [sizes.get(part) for sizes in moments.values()]) for part in parts] + [("sum", list(sums.values()))]
+    names = dict.fromkeys(part for parts in moments.values() for part in parts)
     lines = ["GiB a GPU".ljust(18) + "".join(f"{name:>12}" for name in moments)]
-    for part, sizes in rows:
-        lines.append(part.ljust(18) + "".join(f"{'-' if n is None else f'{n / GIB:.2f}':>12}" for n in sizes))
-    worst, _ = worst_moment(moments)
-    biggest = max(moments[worst], key=moments[worst].get)
+    lines += [table_line(name, [parts.get(name) for parts in moments.values()]) for name in names]
+    lines += [table_line("sum", [sum(parts.values()) for parts in moments.values()])]
+    worst, size = worst_moment(moments)
+    biggest = max(moments[worst], key=lambda part: moments[worst][part])
     verdict = "fits" if fits(moments, device_bytes) else "DOES NOT FIT"
     room = f"{device_bytes / GIB:.0f}, of which {HEADROOM:.0%} are left free"
-    lines.append(f"{verdict}: {sums[worst] / GIB:.1f} GiB ({worst}) of {room}; its largest part: {biggest}")
+    lines += [f"{verdict}: {size / GIB:.1f} GiB ({worst}) of {room}; its largest part: {biggest}"]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,7 +129,7 @@ class Engine:
     steps: int = 0
     waiting: deque[Row] = field(default_factory=deque)
     active: dict[Row, None] = field(default_factory=dict)  # in the order of their admission
-    ends: list[tuple[int, int, Row]] = field(default_factory=list)  # a heap; rows that wait again are still in it
+    ends: list[tuple[int, int, Row]] = field(default_factory=list)  # of these, a heap
     sampled: int = 0  # tokens that the active rows have
     cached: set[int] = field(default_factory=set)  # the groups whose prompt is
     left: Counter[int] = field(default_factory=Counter)  # rows of each batch
@@ -159,10 +159,9 @@ class Engine:
             self._admit()
             while self._room() < 1 and len(self.active) > 1:
                 self._preempt()
-            while self.ends[0][2].ends != self.ends[0][0] or self.ends[0][2] not in self.active:
-                heappop(self.ends)
-            rows = len(self.active)
-            steps = self.ends[0][0] - self.steps if rows == 1 else int(min(self.ends[0][0] - self.steps, self._room()))
+            rows, steps = len(self.active), self.ends[0][0] - self.steps
+            if rows > 1:
+                steps = int(min(steps, self._room()))
             seconds = partial(self.rates.decode, rows, self.sampled + rows * self.prompt)
             if self.now + seconds(steps) > until:
                 steps = 1 + bisect_left(range(1, steps), until - self.now, key=seconds)
@@ -170,7 +169,7 @@ class Engine:
             self.steps += steps
             self.sampled += rows * steps
             while self.ends and self.ends[0][0] == self.steps:
-                self._finish(heappop(self.ends))
+                self._finish(heappop(self.ends)[2])
 
     def _spend(self, seconds: float) -> None:
         self.now += seconds
@@ -198,14 +197,13 @@ class Engine:
 
     def _preempt(self) -> None:
         row, _ = self.active.popitem()
+        self.ends.remove((row.ends, id(row), row))
+        heapify(self.ends)
         row.done = row.length - (row.ends - self.steps)
         self.sampled -= row.done
         self.waiting.appendleft(row)
 
-    def _finish(self, end: tuple[int, int, Row]) -> None:
-        row = end[2]
-        if row not in self.active or row.ends != end[0]:
-            return
+    def _finish(self, row: Row) -> None:
         del self.active[row]
         self.sampled -= row.length
         self.left[row.batch] -= 1

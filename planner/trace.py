@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lib.model import attention
+from planner.meta import replaced
 from planner.roofline import Kernel, kernel
 
 SMALL = 2**22  # elements: values of larger tensors are not followed
@@ -306,16 +307,3 @@ def of_fsdp() -> bool:
     while frame is not None and not frame.f_code.co_filename.endswith(FSDP):
         frame = frame.f_back
     return frame is not None
-
-
-@contextmanager
-def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """In the block, attributes (owner, name) have other values."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    try:
-        for owner, name, value in changes:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

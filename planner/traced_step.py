@@ -36,8 +36,9 @@ from lib.setup import Inputs
 from planner.fake_gpu import register_fake_gpu
 from planner.images import images_that_fill
 from planner.memory import GIB, Moments
+from planner.meta import replaced
 from planner.roofline import H100, Kernel, Peaks, Speed, fuse, predict, seconds_by_kind
-from planner.trace import Trace, replaced
+from planner.trace import Trace
 
 MOMENTS = ("log-probs", "advantages", "forward", "loss", "backward", "last layer", "vision", "critic", "optimizer")
 

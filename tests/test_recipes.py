@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent import load_tools
 from data import toy, toy_tools
-from lib.args import Sizes, step_sizes
 from lib.cli.flags import parse_flags
 from planner.estimate import H100, describe_needs, memory_of
 from planner.memory import GIB, worst_moment
@@ -62,20 +61,18 @@ def parsed(run: Command, *more: str) -> Any:
 # ---- figures -------------------------------------------------------------------------------------
 
 
-def dry_run(run: Command, *more: str) -> tuple[Any, Sizes]:
-    """(flags with --dry-run, sizes of a step), from a config of the model's shape."""
+def dry_run(run: Command, *more: str) -> Any:
+    """The flags with --dry-run, from a config of the model's shape."""
     [size] = re.findall(r"Qwen2\.5-([\d.]+B)", run.words[run.words.index("--model") + 1])
     shape = str(ROOT / f"benchmarks/shapes/qwen2.5-{size.lower()}.json")
     rows = str(toy.FOLDER / "val.jsonl")
     there = ["--dry-run", str(run.ranks), "--model", shape, "--train-files", rows, "--val-files", rows]
-    args = parsed(run, *there, *more)
-    return args, step_sizes(args, run.ranks)
+    return parsed(run, *there, *more)
 
 
 def figures(run: Command) -> str:
     """What --dry-run says, and how long a step's FLOPs take."""
-    args, sizes = dry_run(run)
-    return f"{describe_needs(args, sizes, H100)}\n"
+    return f"{describe_needs(dry_run(run), H100)}\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -90,8 +87,8 @@ def with_present_worst(page: Path) -> str:
 
     def present(found: re.Match) -> str:
         ranks = int(found[1])
-        args, sizes = dry_run(trainings(page)[0]._replace(ranks=ranks), *shlex.split(found[2]))
-        moment, size = worst_moment(memory_of(args, sizes, ranks, H100.memory))
+        args = dry_run(trainings(page)[0]._replace(ranks=ranks), *shlex.split(found[2]))
+        moment, size = worst_moment(memory_of(args, ranks, H100.memory))
         return f"`--dry-run {found[1]}{found[2]}`: {size / GIB:.1f} GiB ({moment})"
 
     return WORST.sub(present, page.read_text())

@@ -12,7 +12,7 @@ import torch
 import tyro
 
 from lib import InputError, report_mistake
-from planner.memory import GIB, estimate_memory, memory_table
+from planner.memory import GIB, StepSettings, estimate_memory, memory_table
 
 
 def main(
@@ -38,7 +38,7 @@ def main(
     rollout_tensor_parallel_size: int = 1,
 ) -> None:
     """Estimates the memory of one GPU from a config.json."""
-    moments = estimate_memory(
+    step = StepSettings(
         model,
         ranks=ranks,
         compute_dtype=getattr(torch, compute_dtype),
@@ -58,7 +58,7 @@ def main(
         engine_bytes=int(gpu_memory_utilization * device_gib * GIB) if rollout_engine == "vllm" else 0,
         engine_ranks=rollout_tensor_parallel_size,
     )
-    print(memory_table(moments, int(device_gib * GIB)))
+    print(memory_table(estimate_memory(step), int(device_gib * GIB)))
 
 
 if __name__ == "__main__":

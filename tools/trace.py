@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 
 from lib import InputError, report_mistake, setup
-from lib.args import step_sizes, training_ranks
 from lib.cli.flags import parse_flags
-from planner.estimate import H100, describe_trace
+from planner.dry_run import describe_trace
+from planner.estimate import H100
 from planner.traced_step import trace_step
 
 
@@ -27,7 +27,7 @@ def main(script: str, config: str, *flags: str) -> None:
         args_class = import_module(script.removesuffix(".py")).Args
         args = parse_flags(args_class, ["--model", folder, "--train-files", config, *flags])  # no row is read
         setup.join(args)
-        print(describe_trace(args, step_sizes(args, training_ranks(args)), trace_step(args), H100))
+        print(describe_trace(args, trace_step(args), H100))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,20 @@ from itertools import count
 from agent.episode import EngineFailed
 from agent.http.conversation import Context, Conversations
 from agent.http.endpoint import Api, Endpoint
-from agent.http.openai_api import LARGEST_N, BadRequest, Choice, Options, Rules
 from agent.http.program import Agent, AgentFailed, reward_of
+from agent.http.requests import LARGEST_N, BadRequest, Choice, Options, Rules
 from agent.http.token_tree import Answer, Request, RowFull, TokenTree
-from agent.multi_turn import LONG_TEXT, REFUSALS, AsyncRolloutRequest, MultiTurn, RequestState
+from agent.metrics import OF_AGENTS, OF_COMPACTION, FinishReason
+from agent.multi_turn import LONG_TEXT, REFUSALS, MultiTurn
+from agent.request import AsyncRolloutRequest, RequestState
 from agent.tools.base import BaseTool, in_thread
 from agent.tools.parsers import call_beginning, get_tool_parser
 from lib import InputError
 from lib.data import response_texts
-from lib.log.episodes import OF_AGENTS, OF_COMPACTION, FinishReason
 from lib.rollout import Generated, Sampling, turn_seed
 
 CANCEL_S = 2.0  # how long an async agent may take to end when it is cancelled
-OF_SUMMARY = Options(None, n=1, stop=(), seed=None, logprobs=False, calls_tools=False, stream=False, stream_usage=False)
+OF_SUMMARY = Options()
 GIVEN_SEEDS = 1 << 30  # the seeds that requests name become these turns, which no episode reaches
 
 

@@ -4,19 +4,18 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from agent.http.openai_api import (
+from agent.http.requests import (
     MODEL,
     BadRequest,
     Choice,
+    History,
     Options,
+    Parameters,
     Rules,
     list_of,
+    messages_of,
     read_tool_choice,
-    stop_strings,
-    supported,
-    switch,
     text_of,
-    whole,
 )
 
 ID = "msg_"
@@ -32,7 +31,7 @@ ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too
 
 def read_request(body: Any, rules: Rules) -> tuple[list[dict], list[dict], Options]:
     """As agent/http/openai_api.py's. Raises BadRequest."""
-    given = supported(body, READ | IGNORED, FIXED, rules)
+    given = Parameters(body, READ, IGNORED, FIXED, rules)
     tools = read_tools(given.get("tools", []))
     choice = given.get("tool_choice", {"type": "auto"})
     kind = str(choice.get("type")) if isinstance(choice, dict) else ""
@@ -44,19 +43,13 @@ def read_request(body: Any, rules: Rules) -> tuple[list[dict], list[dict], Optio
     if "max_tokens" not in given:
         raise BadRequest("max_tokens: give a whole number", "max_tokens")
     options = Options(
-        max_tokens=whole(given, "max_tokens", None, 1, 1 << 31),
-        n=1,
-        stop=stop_strings(given.get("stop_sequences", []), "stop_sequences"),
-        seed=None,
-        logprobs=False,
+        given.max_tokens(),
+        stop=given.stop_strings("stop_sequences"),
         calls_tools=calls_tools,
-        stream=switch(given, "stream"),
-        stream_usage=True,
+        stream=given.switch("stream"),
         forced=forced,
     )
-    system = text_of(given.get("system"), "system")
-    messages = [{"role": "system", "content": system}] if system else []
-    return messages + read_messages(given.get("messages")), tools, options
+    return given.system("system") + read_messages(given.get("messages")), tools, options
 
 
 def read_tools(tools: Any) -> list[dict]:
@@ -77,51 +70,45 @@ def read_tools(tools: Any) -> list[dict]:
 
 def read_messages(messages: Any) -> list[dict]:
     """Raises BadRequest."""
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages: give a list of messages", "messages")
-    found: list[dict] = []
-    names: dict[str, str] = {}  # of the called tools
-    for i, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
+    history = History()
+    for where, message in messages_of(messages):
+        role, content, where = message.get("role"), message.get("content"), f"{where}.content"
         if role not in ("user", "assistant"):
-            raise BadRequest(f"messages[{i}].role: give user or assistant", "messages")
-        content, where = message.get("content"), f"messages[{i}].content"
+            raise BadRequest(f"{where.removesuffix('content')}role: give user or assistant", "messages")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else list_of(content, where)
-        found += _of_assistant(blocks, where, names) if role == "assistant" else _of_user(blocks, where, names)
-    if found[-1]["role"] == "assistant":
+        add = _add_assistant if role == "assistant" else _add_user
+        add(history, [(block, block.get("type") if isinstance(block, dict) else None) for block in blocks], where)
+    if history[-1]["role"] == "assistant":
         raise BadRequest("messages: to continue a message of the assistant is not supported", "messages")
-    return found
+    return history
 
 
-def _type(block: Any) -> Any:
-    return block.get("type") if isinstance(block, dict) else None
-
-
-def _of_assistant(blocks: list, where: str, names: dict[str, str]) -> list[dict]:
+def _add_assistant(history: History, blocks: list[tuple[Any, Any]], where: str) -> None:
     calls = []
-    for block in blocks:
-        if _type(block) == "tool_use":
-            name, arguments, own = block.get("name"), block.get("input"), str(block.get("id", ""))
+    for block, kind in blocks:
+        if kind == "tool_use":
+            name, arguments = block.get("name"), block.get("input")
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 raise BadRequest(f"{where}: give each tool_use an id, a name and an object as input", where)
-            calls.append({"id": own, "type": "function", "function": {"name": name, "arguments": arguments}})
-            names[own] = name
-    text = text_of([block for block in blocks if _type(block) != "tool_use"], where)
-    return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
+            function = {"name": name, "arguments": arguments}
+            calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+    text = text_of([block for block, kind in blocks if kind != "tool_use"], where)
+    history.append({"role": "assistant", "content": text})
+    history.add_calls(calls)
 
 
-def _of_user(blocks: list, where: str, names: dict[str, str]) -> list[dict]:
+def _add_user(history: History, blocks: list[tuple[Any, Any]], where: str) -> None:
     """Its results of tools and its texts, in their order."""
-    found: list[dict] = []
-    for block in blocks:
-        if _type(block) == "tool_result":
-            text, own = text_of(block.get("content"), where), str(block.get("tool_use_id", ""))
-            found.append({"role": "tool", "content": text, "tool_call_id": own, "name": names.get(own, "")})
-        elif found and found[-1]["role"] == "user":
-            found[-1]["content"] += text_of([block], where)
+    begin = len(history)
+    for block, kind in blocks:
+        if kind == "tool_result":
+            history.add_answer(text_of(block.get("content"), where), block.get("tool_use_id", ""))
+        elif len(history) > begin and history[-1]["role"] == "user":
+            history[-1]["content"] += text_of([block], where)
         else:
-            found.append({"role": "user", "content": text_of([block], where)})
-    return found or [{"role": "user", "content": ""}]
+            history.append({"role": "user", "content": text_of([block], where)})
+    if len(history) == begin:
+        history.append({"role": "user", "content": ""})
 
 
 def completion(name: str, choices: list[Choice], options: Options) -> dict:

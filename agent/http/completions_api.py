@@ -5,22 +5,8 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from agent.http.openai_api import (
-    IGNORED,
-    LARGEST_N,
-    MODEL,
-    BadRequest,
-    Choice,
-    Options,
-    Rules,
-    refusal,
-    stop_strings,
-    supported,
-    switch,
-    usage,
-    wants_usage,
-    whole,
-)
+from agent.http.openai_api import IGNORED, refusal, sampling_options, usage
+from agent.http.requests import LARGEST_N, MODEL, BadRequest, Choice, Options, Parameters, Rules
 
 __all__ = ["ID", "chunks", "completion", "read_request", "refusal"]
 ID = "cmpl-"
@@ -31,23 +17,16 @@ FIXED |= {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
 def read_request(body: Any, rules: Rules) -> tuple[list[dict], list[dict], Options]:
     """As agent/http/openai_api.py's, with options.prompts in place of messages. Raises BadRequest."""
-    given = supported(body, READ | IGNORED, FIXED, rules)
-    prompts, n = read_prompts(given.get("prompt")), whole(given, "n", 1, 1, LARGEST_N) or 1
-    if len(prompts) * n > LARGEST_N:
-        raise BadRequest(f"n: at most {LARGEST_N} answers to all prompts together", "n")
-    stop = given.get("stop", [])
+    given = Parameters(body, READ, IGNORED, FIXED, rules)
     options = Options(
-        max_tokens=whole(given, "max_tokens", None, 1, 1 << 31),
-        n=n,
-        stop=stop_strings([stop] if isinstance(stop, str) else stop, "stop"),
-        seed=whole(given, "seed", None, -(1 << 63), 1 << 63),
+        max_tokens=given.max_tokens(),
         logprobs="logprobs" in given,
-        calls_tools=False,
-        stream=switch(given, "stream"),
-        stream_usage=wants_usage(given),
-        prompts=prompts,
-        token_ids=switch(given, "return_token_ids"),
+        prompts=read_prompts(given.get("prompt")),
+        token_ids=given.switch("return_token_ids"),
+        **sampling_options(given),
     )
+    if len(options.prompts) * options.n > LARGEST_N:
+        raise BadRequest(f"n: at most {LARGEST_N} answers to all prompts together", "n")
     return [], [], options
 
 

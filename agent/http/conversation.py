@@ -12,7 +12,8 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from agent.http.token_tree import Answer, TokenTree
-from agent.multi_turn import MultiTurn, assistant_message, glue, without_calls
+from agent.multi_turn import MultiTurn, assistant_message, glue
+from agent.request import without_calls
 from agent.tools.base import ToolCall
 from lib.data.special_tokens import start_of_text
 from lib.rollout import Generated

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from agent.http import anthropic_api, completions_api, openai_api, responses_api
-from agent.http.openai_api import BadRequest, Choice, Options, Rules
+from agent.http.requests import BadRequest, Choice, Options, Rules
 from agent.tools.base import say, show_once
 
 LARGEST_BODY = 1 << 24  # bytes

@@ -3,16 +3,27 @@
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from lib.data.row_form import arguments_of
-from lib.rollout import Generated, Sampling
+from agent.http.requests import (
+    LARGEST_N,
+    MODEL,
+    BadRequest,
+    Choice,
+    History,
+    Options,
+    Parameters,
+    Rules,
+    call_of,
+    list_of,
+    messages_of,
+    read_tool_choice,
+    text_of,
+)
 
-MODEL = "policy"
 ID = "chatcmpl-"  # begins the id of an answer
-LARGEST_N = 128
-LONGEST_STOP = 1000  # characters of a stop string
+READ = {"messages", "tools", "tool_choice", "n", "stop", "seed", "max_tokens", "max_completion_tokens", "logprobs"}
+READ |= {"stream", "temperature", "top_p"}
 # parameters without an effect on what is sampled
 IGNORED = {"model", "stream_options", "user", "metadata", "store", "service_tier", "prompt_cache_key"}
 IGNORED |= {"safety_identifier", "prompt_cache_retention"}
@@ -20,154 +31,38 @@ IGNORED |= {"safety_identifier", "prompt_cache_retention"}
 FIXED: dict[str, tuple] = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
 FIXED |= {"top_logprobs": (0,), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},)}
 FIXED |= {"modalities": (["text"],)}
-READ = {"messages", "tools", "tool_choice", "n", "stop", "seed", "max_tokens", "max_completion_tokens", "logprobs"}
-READ |= {"stream", "temperature", "top_p"}
-# parameters that --agent-ignore may name, in any of the APIs: without them a request has an answer of the same form
-IGNORABLE = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"}
-IGNORABLE |= {"logit_bias", "response_format", "text", "reasoning", "reasoning_effort", "verbosity", "thinking"}
-IGNORABLE |= {"top_logprobs", "parallel_tool_calls", "include", "truncation"}
-
-
-class BadRequest(Exception):
-    """What is wrong with a request. param: the parameter; code: for programs."""
-
-    def __init__(self, what: str, param: str | None = None, code: str | None = None, status: int = 400):
-        super().__init__(what)
-        self.param, self.code, self.status = param, code, status
-
-
-@dataclass
-class Rules:
-    """What the requests of an episode may name."""
-
-    sampling: Sampling  # of training: another way to sample is refused
-    ignore: frozenset[str] = frozenset()  # parameters that are accepted without an effect
-    ignored: int = 0  # how many there were
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a request wants to be answered."""
-
-    max_tokens: int | None
-    n: int
-    stop: tuple[str, ...]
-    seed: int | None
-    logprobs: bool
-    calls_tools: bool  # whether tool calls in the answer are read
-    stream: bool
-    stream_usage: bool
-    forced: tuple[str, ...] = ()  # names of tools, of which one must be called
-    prompts: tuple[str | list[int], ...] = ()  # in place of messages
-    token_ids: bool = False  # whether the answer shows its tokens
-
-
-@dataclass
-class Choice:
-    """One answer to a request."""
-
-    message: dict  # as templates want it, without a stop string
-    context: list[int]  # what it was sampled from
-    sampled: Generated
-    tokens: list[str]  # the text of each sampled token
-    finish_reason: str
-    stop: str | None = None  # the request's stop string that ended it
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_request(body: Any, rules: Rules) -> tuple[list[dict], list[dict], Options]:
     """(messages and tools as templates want them, options). Raises BadRequest."""
-    given = supported(body, READ | IGNORED, FIXED, rules)
+    given = Parameters(body, READ, IGNORED, FIXED, rules)
     tools = read_tools(given.get("tools", []))
     calls_tools, forced = read_tool_choice(given.get("tool_choice", "auto"), tools)
-    stop = given.get("stop", [])
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     options = Options(
-        max_tokens=whole(given, name, None, 1, 1 << 31),
-        n=whole(given, "n", 1, 1, LARGEST_N) or 1,
-        stop=stop_strings([stop] if isinstance(stop, str) else stop, "stop"),
-        seed=whole(given, "seed", None, -(1 << 63), 1 << 63),
-        logprobs=switch(given, "logprobs"),
+        max_tokens=given.max_tokens(name),
+        logprobs=given.switch("logprobs"),
         calls_tools=calls_tools,
-        stream=switch(given, "stream"),
-        stream_usage=wants_usage(given),
         forced=forced,
+        **sampling_options(given),
     )
     return read_messages(given.get("messages")), tools, options
 
 
-def supported(body: Any, known: set[str], fixed: dict[str, tuple], rules: Rules) -> dict:
-    """The parameters that are neither null nor ignored. Raises BadRequest for others than `known` and `fixed`, for
-    values that are not in `fixed`, and for another way to sample than training's."""
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in [*given.items()]:
-        code = "unsupported_value"
-        if name not in known | fixed.keys():
-            what, code = f"{name[:100]} is not supported", "unsupported_parameter"
-        elif name in fixed and value not in fixed[name]:
-            what = f"{name}: only {' or '.join(map(json.dumps, fixed[name]))} is supported"
-        elif name in ("temperature", "top_p", "top_k") and value != (own := getattr(rules.sampling, name)):
-            trained = f"the policy is trained at --{name.replace('_', '-')} {own:g}"
-            what = f"{name} {str(value)[:20]}: {trained}; send that, or leave it out"
-        else:
-            continue
-        if name not in rules.ignore:
-            advice = f". The run's --agent-ignore {name} accepts and ignores it" if name in IGNORABLE else ""
-            raise BadRequest(what + advice, name[:100], code)
-        rules.ignored += 1
-        del given[name]
-    return given
-
-
-def read_tool_choice(choice: Any, tools: list[dict]) -> tuple[bool, tuple[str, ...]]:
-    """(whether tool calls are read, names of tools of which one must be called). Raises BadRequest."""
-    names = tuple(tool["function"]["name"] for tool in tools)
-    if choice in ("auto", "none"):
-        return choice == "auto", ()
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function", choice)  # the API of responses has the name beside the type
-        names = tuple(name for name in names if isinstance(function, dict) and name == function.get("name"))[:1]
-    elif choice != "required":
-        shown = "auto, none, required and a function are supported"
-        raise BadRequest(f"tool_choice: only {shown}", "tool_choice", "unsupported_value")
-    if not names:
-        raise BadRequest("tool_choice: there is no such function among the tools", "tool_choice")
-    return True, names
-
-
-def wants_usage(given: dict) -> bool:
-    """Of a stream. Raises BadRequest."""
-    if not isinstance(options := given.get("stream_options", {}), dict):
+def sampling_options(given: Parameters) -> dict[str, Any]:
+    """What completions have, too. Raises BadRequest."""
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    if not isinstance(of_stream := given.get("stream_options", {}), dict):
         raise BadRequest("stream_options: give an object", "stream_options")
-    return options.get("include_usage") is True
-
-
-def stop_strings(given: Any, name: str) -> tuple[str, ...]:
-    """Raises BadRequest."""
-    if not (isinstance(given, list) and all(isinstance(text, str) and text for text in given) and len(given) <= 16):
-        raise BadRequest(f"{name}: give a text or a list of at most 16 texts", name)
-    if any(len(text) > LONGEST_STOP or not _is_unicode(text) for text in given):  # engines take no others
-        raise BadRequest(f"{name}: give Unicode texts of at most {LONGEST_STOP} characters", name)
-    return tuple(given)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it has no lone surrogates, which JSON may hold."""
-    return text == text.encode("utf-8", "replace").decode()
-
-
-def whole(given: dict, name: str, default: int | None, lowest: int, highest: int) -> int | None:
-    value = given.get(name, default)
-    if value is not None and not (type(value) is int and lowest <= value <= highest):
-        raise BadRequest(f"{name}: give a whole number from {lowest} to {highest}", name)
-    return value
-
-
-def switch(given: dict, name: str) -> bool:
-    if not isinstance(value := given.get(name, False), bool):
-        raise BadRequest(f"{name}: give true or false", name)
-    return value
+    return {
+        "n": given.whole("n", 1, LARGEST_N, default=1),
+        "stop": given.stop_strings("stop"),
+        "seed": given.whole("seed", -(1 << 63), 1 << 63),
+        "stream": given.switch("stream"),
+        "stream_usage": of_stream.get("include_usage") is True,
+    }
 
 
 def read_tools(tools: Any) -> list[dict]:
@@ -186,56 +81,19 @@ def read_tools(tools: Any) -> list[dict]:
 
 def read_messages(messages: Any) -> list[dict]:
     """Raises BadRequest."""
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages: give a list of messages", "messages")
-    found: list[dict] = []
-    names: dict[str, str] = {}  # of the called tools
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ("system", "developer", "user", "assistant", "tool"):
+    history = History()
+    for where, message in messages_of(messages):
+        role = message.get("role")
+        if role not in ROLES:
             raise BadRequest(f"{where}.role: give system, developer, user, assistant or tool", where)
-        own: dict[str, Any] = {
-            "role": "system" if role == "developer" else role,
-            "content": text_of(message.get("content"), where),
-        }
-        if calls := message.get("tool_calls"):
-            own["tool_calls"] = [call_of(call, f"{where}.tool_calls") for call in list_of(calls, f"{where}.tool_calls")]
-            names |= {call["id"]: call["function"]["name"] for call in own["tool_calls"]}
+        text = text_of(message.get("content"), where)
         if role == "tool":
-            own["tool_call_id"] = str(message.get("tool_call_id", ""))
-            own["name"] = names.get(own["tool_call_id"], "")
-        found.append(own)
-    return found
-
-
-def list_of(value: Any, where: str) -> list:
-    if not isinstance(value, list):
-        raise BadRequest(f"{where}: give a list", where)
-    return value
-
-
-def text_of(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Of a text, or of a list of parts. Raises BadRequest."""
-    parts = [] if content is None else [content] if isinstance(content, str) else list_of(content, f"{where}.content")
-    texts = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else part
-        if not isinstance(text, str):
-            raise BadRequest(f"{where}.content: only text is supported", f"{where}.content", "unsupported_value")
-        texts.append(text)
-    return "".join(texts)
-
-
-def call_of(call: Any, where: str) -> dict:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest(f"{where}: give an id and a function with a name, and its arguments as a JSON text", where)
-    try:
-        function = {"name": function["name"], "arguments": arguments_of(function.get("arguments"))}
-    except ValueError as error:
-        raise BadRequest(f"{where}: {error}", where) from None
-    return {"id": str(call.get("id", "")), "type": "function", "function": function}
+            history.add_answer(text, message.get("tool_call_id", ""))
+        else:
+            history.append({"role": "system" if role == "developer" else role, "content": text})
+        place = f"{where}.tool_calls"
+        history.add_calls([call_of(call, place) for call in list_of(message.get("tool_calls") or [], place)])
+    return history
 
 
 def _message(choice: Choice) -> dict:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent.http.openai_api import IGNORABLE
+from agent.http.requests import IGNORABLE
 from agent.tools.base import check_metrics, in_thread, say
 from lib import InputError
 from lib.args import RolloutArgs
@@ -31,7 +31,7 @@ MOST_METRICS = 100  # of an agent, each a metric of the run; and the characters 
 
 
 class AgentFailed(Exception):
-    """The agent of one episode failed; kind: one of FAILURES in lib/log/episodes.py."""
+    """The agent of one episode failed; kind: one of FAILURES in agent/metrics.py."""
 
     def __init__(self, kind: str, what: str):
         super().__init__(what)

@@ -6,22 +6,19 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from agent.http.openai_api import (
-    IGNORED,
+from agent.http.openai_api import IGNORED, read_tools, refusal
+from agent.http.requests import (
     MODEL,
     BadRequest,
     Choice,
+    History,
     Options,
+    Parameters,
     Rules,
     call_of,
     list_of,
     read_tool_choice,
-    read_tools,
-    refusal,
-    supported,
-    switch,
     text_of,
-    whole,
 )
 
 __all__ = ["ID", "chunks", "completion", "read_request", "refusal"]
@@ -35,22 +32,13 @@ TEXTS = ("input_text", "output_text", "text")
 
 def read_request(body: Any, rules: Rules) -> tuple[list[dict], list[dict], Options]:
     """As agent/http/openai_api.py's. Raises BadRequest."""
-    given = supported(body, READ | IGNORED, FIXED, rules)
+    given = Parameters(body, READ, IGNORED, FIXED, rules)
     tools = read_tools([_nested(tool) for tool in list_of(given.get("tools", []), "tools")])
     calls_tools, forced = read_tool_choice(given.get("tool_choice", "auto"), tools)
     options = Options(
-        max_tokens=whole(given, "max_output_tokens", None, 1, 1 << 31),
-        n=1,
-        stop=(),
-        seed=None,
-        logprobs=False,
-        calls_tools=calls_tools,
-        stream=switch(given, "stream"),
-        stream_usage=True,
-        forced=forced,
+        given.max_tokens("max_output_tokens"), calls_tools=calls_tools, stream=given.switch("stream"), forced=forced
     )
-    system = text_of(given.get("instructions"), "instructions", TEXTS)
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = given.system("instructions", TEXTS)
     return messages + read_input(given.get("input")), tools, options
 
 
@@ -66,31 +54,27 @@ def read_input(items: Any) -> list[dict]:
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list) or not items:
         raise BadRequest("input: give a text or a list of items", "input")
-    found: list[dict] = []
-    names: dict[str, str] = {}  # of the called tools
+    history = History()
     for i, item in enumerate(items):
         where = f"input[{i}]"
         item = item if isinstance(item, dict) else {}
-        kind, own = item.get("type", "message"), str(item.get("call_id", ""))
+        kind = item.get("type", "message")
         if kind == "message":
             role = item.get("role")
             if role not in ("system", "developer", "user", "assistant"):
                 raise BadRequest(f"{where}.role: give system, developer, user or assistant", where)
             text = text_of(item.get("content"), where, TEXTS)
-            found.append({"role": "system" if role == "developer" else role, "content": text})
+            history.append({"role": "system" if role == "developer" else role, "content": text})
         elif kind == "function_call":
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            call = call_of({"id": own, "function": item}, where)
-            found[-1].setdefault("tool_calls", []).append(call)
-            names[own] = call["function"]["name"]
+            if not history or history[-1]["role"] != "assistant":
+                history.append({"role": "assistant", "content": ""})
+            history.add_calls([call_of({"id": item.get("call_id", ""), "function": item}, where)])
         elif kind == "function_call_output":
-            text = text_of(item.get("output"), where, TEXTS)
-            found.append({"role": "tool", "content": text, "tool_call_id": own, "name": names.get(own, "")})
+            history.add_answer(text_of(item.get("output"), where, TEXTS), item.get("call_id", ""))
         else:
             known = "message, function_call and function_call_output"
             raise BadRequest(f"{where}.type: only {known} are supported", where, "unsupported_value")
-    return found
+    return history
 
 
 def completion(name: str, choices: list[Choice], options: Options) -> dict:

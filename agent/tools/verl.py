@@ -3,16 +3,17 @@
 import inspect
 import numbers
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from agent.tools.base import LARGEST_METRIC, BaseTool, ToolSchema, _call, say
 from lib import InputError
-from lib.cli.flags import entries, read_yaml
 from lib.cli.user_code import load_class
 
-FORM = "write `tools:` and a list of class_name, config and tool_schema"
+FORM = "write `tools:` and a list of class_name, config and tool_schema, and nothing else"
 
 
 class VerlTool(BaseTool):
@@ -72,36 +73,33 @@ def make_tool(where: str, cls: Any, config: dict | None = None, schema: dict | N
         raise InputError(f"{where}: its constructor raises {say(error).splitlines()[0][:300]}{advice}") from error
 
 
+class _Listed(BaseModel, extra="forbid", strict=True):
+    class_name: str
+    config: dict | None = None
+    tool_schema: dict | None = None
+
+
+class _File(BaseModel, extra="forbid", strict=True):
+    tools: list[_Listed]
+
+
 def load_yaml(path: str) -> Iterator[BaseTool]:
     """The tools of a YAML file in verl's form. Raises InputError."""
     where = f"--multi-turn.tools {path}"
-    tree = read_yaml(path, where)
-    root = {key: node for _, key, node in entries(tree, where)} if isinstance(tree, yaml.MappingNode) else {}
-    if [*root] != ["tools"] or not isinstance(root["tools"], yaml.SequenceNode):
-        raise InputError(f"{where}: {FORM}")
-    for node in root["tools"].value:
-        line = f"{where} line {node.start_mark.line + 1}"
-        own = _value(node, where)
-        if not isinstance(own, dict) or own.keys() - {"class_name", "config", "tool_schema"}:
-            raise InputError(f"{line}: {FORM}, and nothing else")
-        name, config, schema = own.get("class_name"), own.get("config") or {}, own.get("tool_schema")
-        if not (isinstance(name, str) and isinstance(config, dict) and isinstance(schema, dict | None)):
-            raise InputError(f"{line}: class_name must be a text, config and tool_schema mappings")
-        if (kind := config.get("type", "native")) != "native":
-            raise InputError(f"{line}: config.type {kind}: only native; an MCP server is --multi-turn.tools mcp:...")
-        yield make_tool(f"{line}: {name}", load_class(f"{line}: class_name", name), config, schema)
-
-
-def _value(node: yaml.Node, where: str) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return {key: _value(inner, where) for _, key, inner in entries(node, where)}
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(inner, where) for inner in node.value]
-    line = f"{where} line {node.start_mark.line + 1}"
-    if "${" in node.value:
-        raise InputError(f"{line}: ${{...}} of OmegaConf: write the value, or read os.environ in the class")
     try:
-        value = yaml.constructor.SafeConstructor().construct_object(node)
-    except (ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{line}: {str(error).splitlines()[0]}") from error
-    return value if isinstance(value, str | int | float | None) else node.value  # a date stays a text
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        listed = _File.model_validate(yaml.safe_load(text)).tools
+    except yaml.MarkedYAMLError as error:
+        raise InputError(f"{where} line {error.problem_mark.line + 1}: {error.problem}") from error
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        raise InputError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}: {FORM}") from error
+    except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:  # RuntimeError: nested too deeply, ~nobody
+        raise InputError(f"{where}: cannot be read: {str(error).splitlines()[0]}") from error
+    if "${" in text:
+        raise InputError(f"{where}: ${{...}} of OmegaConf: write the value, or read os.environ in the class")
+    for own in listed:
+        name, config = own.class_name, own.config or {}
+        if (kind := config.get("type", "native")) != "native":
+            raise InputError(f"{where}: config.type {kind}: only native; an MCP server is --multi-turn.tools mcp:...")
+        yield make_tool(f"{where}: {name}", load_class(f"{where}: class_name", name), config, own.tool_schema)

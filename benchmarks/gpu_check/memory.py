@@ -10,7 +10,7 @@ from benchmarks.gpu_check.measure import peak_bytes
 from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.distributed import trainable_parameters
 from lib.model import add_lora, batched_log_probs
-from planner.memory import GIB, estimate_memory
+from planner.memory import GIB, StepSettings, estimate_memory
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:
@@ -48,16 +48,18 @@ def one_model(
     step()  # Adam's moments are there from the second on
     measured = peak_bytes(step, device)
     moments = estimate_memory(
-        path,
-        ranks=1,
-        compute_dtype=torch.bfloat16,
-        micro_batch_tokens=tokens,
-        rows=count,
-        max_prompt_length=length // 4,
-        max_response_length=length - length // 4,
-        accumulation="none",
-        gradient_checkpointing=checkpointing,
-        lora_rank=lora_rank,
+        StepSettings(
+            path,
+            ranks=1,
+            compute_dtype=torch.bfloat16,
+            micro_batch_tokens=tokens,
+            rows=count,
+            max_prompt_length=length // 4,
+            max_response_length=length - length // 4,
+            accumulation="none",
+            gradient_checkpointing=checkpointing,
+            lora_rank=lora_rank,
+        )
     )
     held = 0 if device.type == "cuda" else moments["loss"]["weights"] + moments["loss"]["Adam"]
     measured_moments = ("log-probs", "loss", "backward", "last layer", "optimizer")
@@ -71,13 +73,15 @@ def one_model(
 def of_7b(options: Options, device: torch.device) -> Iterator[dict]:
     """What the estimate that was just checked says of the scripts' default flags at 7B on 8 GPUs (G2)."""
     moments = estimate_memory(
-        shape(options, "qwen2.5-7b"),
-        ranks=8,
-        compute_dtype=torch.bfloat16,
-        micro_batch_tokens=16384,
-        rows=128,
-        max_prompt_length=1024,
-        max_response_length=4096,
+        StepSettings(
+            shape(options, "qwen2.5-7b"),
+            ranks=8,
+            compute_dtype=torch.bfloat16,
+            micro_batch_tokens=16384,
+            rows=128,
+            max_prompt_length=1024,
+            max_response_length=4096,
+        )
     )
     peak = max(sum(parts.values()) for moment, parts in moments.items() if moment != "host") / GIB
     said = f"by an estimate that the rows above compare with the peak, 7B on 8 GPUs needs {peak:.0f} GiB a GPU"

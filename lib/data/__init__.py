@@ -17,6 +17,5 @@ from lib.data.loader import ROW, collate_fn, make_loader
 from lib.data.micro_batches import LAYOUT, on_host, prepare_dynamic_batch, restore_dynamic_batch
 from lib.data.prefixes import PrefixTree, prefix_tree, prompt_groups
 from lib.data.remote import local_copy
-from lib.data.row_form import shown_tools
 from lib.data.rows import load_split
 from lib.data.special_tokens import SpecialTokenEscaper, end_of_turn, response_texts

@@ -20,7 +20,7 @@ from lib import InputError
 from lib.cli.user_code import load_object
 from lib.data.chat_template import left_out, question_of
 from lib.data.remote import local_copy
-from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, arguments_of, only_text, shown_tools, without_nulls
+from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, arguments_of, only_text, without_nulls
 from lib.data.rows import DEEPEST, _plain, _shown, read_rows
 from lib.data.special_tokens import SpecialTokenEscaper, start_of_text
 from lib.data.vision import Encoded, Vision, media_hash
@@ -61,12 +61,13 @@ class RLHFDataset(Dataset):
     allow_special_tokens: otherwise a space breaks up text that spells a special token, in raw_prompt too.
     max_samples: at most so many rows of all sources, drawn with a fixed seed; a larger number includes a smaller one's.
     num_proc: processes for the first pass; None: 1 for a small set, else this rank's CPUs, at most 16.
+    row_template: from a row's extra_info to more keywords of its template, and a note.
     vision: rows may have images and videos (docs/data.md). input_ids have a placeholder for each feature of an image,
     raw_prompt_ids one for each image; position_ids are (4, P) with mrope. A prompt with images is never cut.
 
     Attributes: `dropped`, rows left out by reason; the numbers of rows that are `truncated`, `escaped` (a special token
     was broken up) and `incomplete` (the chat template leaves out a message; never the user's last one); file and number
-    of the first row `without_ground_truth`, `with_images`, and `without_tools_kwargs` though it needs some.
+    of the first row `without_ground_truth` and `with_images`; `note` is the first kept row's (row_template).
 
     Raises InputError, with file and row (counted from 0), for anything wrong in the files."""
 
@@ -82,6 +83,7 @@ class RLHFDataset(Dataset):
         prompt_template: str = "",
         system_prompt: str = "",
         chat_template_kwargs: dict | None = None,
+        row_template: Callable[[dict], tuple[dict, str]] | None = None,
         allow_special_tokens: bool = False,
         max_samples: int | None = None,
         num_proc: int | None = None,
@@ -95,6 +97,7 @@ class RLHFDataset(Dataset):
         self.row_form = RowForm(columns or {}, prompt_template, system_prompt)
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.chat_template_kwargs = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+        self.row_template = row_template or (lambda extra_info: ({}, ""))
         self.escape_special_tokens = None if allow_special_tokens else SpecialTokenEscaper(tokenizer)
 
         if not isinstance(data_files, list | tuple):
@@ -109,7 +112,7 @@ class RLHFDataset(Dataset):
             raise InputError(f"{names or 'data files'}: no rows; check the files")
 
         rows = np.sort(np.random.default_rng(0).permutation(n_read)[:max_samples])
-        lengths, has_truth, broken_up, n_media, incomplete, no_kwargs = self._check_rows(rows.tolist(), num_proc).T
+        lengths, has_truth, broken_up, n_media, incomplete, has_note = self._check_rows(rows.tolist(), num_proc).T
         max_media = vision.max_images if vision else 0
         too_long, too_many = lengths > max_prompt_length, n_media > max_media
         cut = too_long & (not filter_overlong_prompts)
@@ -139,7 +142,9 @@ class RLHFDataset(Dataset):
         self.escaped, self.incomplete = int(broken_up[kept].sum()), int(incomplete[kept].sum())
         self.without_ground_truth = self._first(rows[kept & (has_truth == 0)])
         self.with_images = self._first(rows[kept & (n_media > 0)])
-        self.without_tools_kwargs = self._first(rows[kept & (no_kwargs > 0)])
+        self.note = None
+        if len(noted := rows[kept & (has_note > 0)].tolist()):
+            self.note = f"{self._where(noted[0])}: {self._of_row(noted[0], self._row(noted[0]))[1]}"
 
     def _first(self, rows: np.ndarray) -> str | None:
         """File and number of the first of the rows."""
@@ -231,7 +236,8 @@ class RLHFDataset(Dataset):
     def _prompt(self, row: int, fields: dict, messages: list[dict], images: list, videos: list) -> Prompt:
         """Special tokens are the chat template's, or without one those of `start_of_text`."""
         plain = self.escape_special_tokens(messages) if self.escape_special_tokens else messages
-        templated, kwargs = bool(self.tokenizer.chat_template), self._template_kwargs(row, fields)
+        templated = bool(self.tokenizer.chat_template)
+        kwargs = self.chat_template_kwargs | self._of_row(row, fields)[0]
         text = self._templated(row, kwargs, plain) if templated else self._only_text(row, plain)
         try:
             text.encode()
@@ -260,14 +266,14 @@ class RLHFDataset(Dataset):
             raise self._error(row, f"a prompt of {len(messages)} messages {why}: {advice}")
         return text
 
-    def _template_kwargs(self, row: int, fields: dict) -> dict:
-        schemas, extra_info = self.chat_template_kwargs.get("tools") or [], fields.get("extra_info", {})
+    def _of_row(self, row: int, fields: dict) -> tuple[dict, str]:
+        """(keywords of its template, note), by row_template."""
+        extra_info = fields.get("extra_info", {})
         try:
-            shown = shown_tools(schemas, extra_info)
+            return self.row_template(extra_info)
         except InputError as error:
             index = "" if (own := extra_info.get("index")) is None else f" (index {own})"
             raise InputError(f"{self._where(row)}{index}: {error}") from error
-        return self.chat_template_kwargs | {"tools": shown or None} if schemas else self.chat_template_kwargs
 
     def _templated(self, row: int, kwargs: dict, messages: list[dict]) -> str:
         try:
@@ -289,7 +295,7 @@ class RLHFDataset(Dataset):
     def _check_row(self, row: int) -> tuple[int, bool, bool, int, bool, bool]:
         """Checks a row. Returns the prompt's tokens (0 with too many images), whether it has a ground truth, whether a
         special token was broken up, the number of its images or of its videos, the larger one, whether the template
-        leaves out a message, and whether its tools_kwargs are missing."""
+        leaves out a message, and whether there is a note."""
         fields = self._row(row)
         for column in ("reward_model", "extra_info"):
             if not isinstance(value := fields.get(column, {}), dict):
@@ -303,10 +309,9 @@ class RLHFDataset(Dataset):
         n_media = max(len(images), len(videos))
         if self.vision and n_media > self.vision.max_images:
             return 0, has_truth, False, n_media, False, False
-        prompt, extra_info = self._prompt(row, fields, messages, images, videos), fields.get("extra_info", {})
-        needs_kwargs = bool(extra_info.get("need_tools_kwargs")) and not extra_info.get("tools_kwargs")
+        prompt, has_note = self._prompt(row, fields, messages, images, videos), bool(self._of_row(row, fields)[1])
         n_tokens, is_incomplete = len(prompt.encoded.ids), self._left_out(row, prompt)
-        return n_tokens, has_truth, prompt.escaped, n_media, is_incomplete, needs_kwargs
+        return n_tokens, has_truth, prompt.escaped, n_media, is_incomplete, has_note
 
     def _check_rows(self, rows: list[int], num_proc: int | None) -> np.ndarray:
         """(rows, 6) integers: what _check_row returns for each row."""

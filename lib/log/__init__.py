@@ -5,14 +5,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lib.log.episodes import agent_metrics
     from lib.log.metrics import data_metrics, extra_metrics, mismatch_metrics, row_metrics
 
-__all__ = ["agent_metrics", "data_metrics", "extra_metrics", "mismatch_metrics", "row_metrics"]
+__all__ = ["data_metrics", "extra_metrics", "mismatch_metrics", "row_metrics"]
 
 
 def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "episodes" if name == "agent_metrics" else "metrics"
-    return getattr(import_module(f"lib.log.{module}"), name)
+    return getattr(import_module("lib.log.metrics"), name)

@@ -104,6 +104,10 @@ class RolloutEngine(Protocol):
         """Of the step, besides those of its responses."""
         return {}
 
+    def batch_metrics(self, batch: DataProto) -> dict[str, Metric]:
+        """Of responses that it sampled. A collective."""
+        return {}
+
 
 class SteppedEngine(RolloutEngine, Protocol):
     """An engine in this process, which agent steps. Requests are made in `with engine.session():`."""

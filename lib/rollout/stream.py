@@ -301,11 +301,12 @@ class Rollouts:
             self.loader.record_scores(*zip(*known, strict=True) if known else ((), ()))
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
-        """Epochs done and, for asynchronous rollouts, the staleness of the tokens in weight versions."""
+        """The sampler's of the batch, epochs done, and the staleness of an asynchronous run's tokens. A collective."""
         position = 0 if self.loader is None else self.loader.position
         if self._async is not None:
             position -= len(self._async.in_flight) * self.world.size
-        metrics: dict[str, Metric] = {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
+        metrics: dict[str, Metric] = self.sampler.batch_metrics(batch)
+        metrics |= {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
         metrics |= self.engine.metrics()
         if self.async_level:
             metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1)

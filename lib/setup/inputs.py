@@ -1,6 +1,7 @@
 """Tokenizer, data, tools and scorers, checked against each other before a model loads."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from lib.data import (
     load_dataset_class,
     local_copy,
     set_chat_template,
-    shown_tools,
 )
 from lib.data.vision import Vision
 from lib.reward.scorers import Scorer, check_keywords, load_scorers
@@ -90,7 +90,8 @@ def load_inputs(args: ScriptArgs) -> Inputs:
 
         agent = load_agent(args.rollout, args.multi_turn.parser) if args.rollout.agent else None
         multi_turn = load_multi_turn(args.multi_turn, tokenizer, template, data.max_prompt_length, vision, agent)
-        template = template | {"tools": multi_turn.schemas or None}
+        if multi_turn.schemas:
+            template = template | {"tools": multi_turn.schemas}
     load = partial(
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
         tokenizer=tokenizer,
@@ -103,8 +104,10 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     form = {"columns": columns_of(data.columns), "prompt_template": with_line_breaks(data.prompt_template)}
     form["system_prompt"] = data.system_prompt
     load = partial(load, **{name: value for name, value in form.items() if name in args.given})
-    if vision is not None:  # your own class need not know of what a run does not use
-        load = partial(load, vision=vision)
+    row_template = multi_turn.row_template if multi_turn is not None else None
+    # your own class need not know of what a run does not use
+    load = partial(load, vision=vision) if vision is not None else load
+    load = partial(load, row_template=row_template) if row_template else load
     limits = (data.max_train_samples, validation.max_val_samples)
     load_train, load_val = (partial(load, max_samples=n) if n else load for n in limits)
     train_data = None if validation.val_only else load_train(list(data.train_files))
@@ -131,16 +134,18 @@ def load_inputs(args: ScriptArgs) -> Inputs:
         args.run.check_profile_steps()
     exact = vision is None and not data.dataset_class and data.filter_overlong_prompts
     if exact and tokenizer.chat_template:
-        check_template(tokenizer, template, trained + validated)
+        check_template(tokenizer, template, trained + validated, row_template)
     return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers, shadow_scorers)
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, kwargs: dict, data: list[PromptDataset]) -> None:
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, kwargs: dict, data: list[PromptDataset], row_template: Callable | None = None
+) -> None:
     """Raises InputError if the first prompt's tokens are not the chat template's: two BOS tokens, no generation prompt.
-    Says so if no special token ends the assistant's turn in it."""
-    kwargs, tools = {"add_generation_prompt": True} | kwargs, kwargs.get("tools") or []
+    Says so if no special token ends the assistant's turn in it. row_template: as in RLHFDataset."""
+    kwargs = {"add_generation_prompt": True} | kwargs
     for row in (rows[0] for rows in data):
-        kwargs |= {"tools": shown_tools(tools, row["extra_info"]) or None}
+        kwargs |= row_template(row["extra_info"])[0] if row_template else {}
         wanted = tokenizer.apply_chat_template(row["raw_prompt"], **kwargs, return_dict=True)["input_ids"]
         if row["raw_prompt_ids"] != wanted:
             got = tokenizer.decode(row["raw_prompt_ids"])

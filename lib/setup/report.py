@@ -1,5 +1,5 @@
 """What a run says before it starts, and its check that the flags fit the GPU. Only --dry-run and a GPU's check load the
-planner (planner/estimate.py and what it imports)."""
+planner."""
 
 from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
 from lib.distributed import World, advise_out_of_memory, on_first_rank, total_memory
@@ -34,8 +34,8 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     lines += [f"validation prompts: {rows_of(data, val_set.files)}" for val_set, data in val_sets]
     lines += ["validation prompts: none"] * (not val_sets)
     for dataset in (train_data, *inputs.val_data):
-        if row := getattr(dataset, "without_tools_kwargs", None):
-            lines += [f"note: {row}: need_tools_kwargs is true, and there are no tools_kwargs"]
+        if note := getattr(dataset, "note", None):
+            lines += [f"note: {note}"]
     if train_data is None:  # --val-only
         sampled = [(len(data), val_set.samples) for val_set, data in val_sets]
         of_sets = " + ".join(f"{rows} x {n}" for rows, n in sampled)
@@ -51,9 +51,9 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
         lines += ["note: --group-size 1: a response's advantage is its reward (--adv-kwargs singleton)"]
     if args.run.dry_run:
-        from planner.estimate import describe_dry_run
+        from planner.dry_run import describe_dry_run
 
-        lines += [describe_dry_run(args, sizes, inputs)]
+        lines += [describe_dry_run(args, inputs)]
     return "\n".join(lines)
 
 
@@ -73,4 +73,4 @@ def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
     from planner.estimate import refuse_what_does_not_fit
 
     gpu = total_memory(world.device)
-    on_first_rank(lambda: refuse_what_does_not_fit(args, sizes, world.size, gpu))
+    on_first_rank(lambda: refuse_what_does_not_fit(args, world.size, gpu))

@@ -30,13 +30,14 @@ from agent import (
 )
 from agent.episode import observation
 from agent.http.program import Agent, call_function
-from agent.multi_turn import LONG_TEXT, AsyncRolloutRequest
+from agent.metrics import agent_metrics
+from agent.multi_turn import LONG_TEXT
+from agent.request import AsyncRolloutRequest
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.data import RLHFDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import Mean, World, init_distributed, make_mesh, reduce_metrics, shard_model
-from lib.log import agent_metrics
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
 from lib.rollout.server_engine import ServerEngine
@@ -653,8 +654,7 @@ def named(name: str, tool: BaseTool) -> BaseTool:
 def prompts_with_tools(how: MultiTurn, infos: list[dict]) -> DataProto:
     """As the data set makes them."""
     rows = [{"prompt": f"{i}?", "data_source": "x", "extra_info": info} for i, info in enumerate(infos)]
-    kwargs = {"tools": how.schemas}
-    data = RLHFDataset(Dataset.from_list(rows), how.tokenizer, max_prompt_length=99, chat_template_kwargs=kwargs)
+    data = RLHFDataset(Dataset.from_list(rows), how.tokenizer, max_prompt_length=99, row_template=how.row_template)
     columns = collate_fn([data[i] for i in range(len(rows))])
     return DataProto.from_single_dict(columns | {"uid": np.arange(len(rows))})
 

@@ -31,12 +31,12 @@ from agent import MultiTurn, make_episodes
 from agent.http import endpoint
 from agent.http.openai_api import read_messages, read_tools
 from agent.http.program import Agent, call_function, load_agent
+from agent.metrics import agent_metrics
 from lib import InputError
 from lib.args import RolloutArgs
 from lib.cli.flags import parse_flags
 from lib.data_proto import DataProto
 from lib.distributed import reduce_metrics
-from lib.log import agent_metrics
 from lib.model import load_tokenizer
 from lib.rollout import Generated, Sampling
 from tests.agent.random_agents import ACTIONS, APIS, HANG, Client, random_agent, segments_of, trained_of

@@ -18,11 +18,11 @@ import grpo
 from agent import BaseInteraction, MultiTurn, make_episodes
 from agent.episode import observation
 from agent.http.program import Agent, call_function
+from agent.metrics import agent_metrics
 from data import toy_list
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
-from lib.log import agent_metrics
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Sampling, make_engine, request_seeds, sync_weights
 from tests.agent.random_agents import ACTIONS, Client, random_agent, segments_of, trained_of

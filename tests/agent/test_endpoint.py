@@ -18,12 +18,12 @@ from agent import make_episodes
 from agent.http.conversation import Conversations
 from agent.http.program import load_agent
 from agent.http.token_tree import TokenTree
+from agent.metrics import agent_metrics
 from agent.tools.parsers import call_beginning, get_tool_parser
 from lib import InputError
 from lib.args import RolloutArgs
 from lib.cli.flags import parse_flags
 from lib.distributed import reduce_metrics
-from lib.log import agent_metrics
 from lib.rollout import Sampling
 from tests.agent.random_agents import ACTIONS, Client, random_raw_agent, segments_of, trained_of
 from tests.agent.test_agent_loop import END, prompts_of, tokenizer

@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from agent import BaseTool, MultiTurn, ToolCall, ToolResponse, get_tool_parser, load_multi_turn, make_episodes
+from agent.metrics import agent_metrics
 from agent.tools.builtin import Zoom, load_tools
 from data.toy_vision import make_processor
 from lib import InputError
@@ -17,7 +18,6 @@ from lib.args import MultiTurnArgs
 from lib.data.vision import Vision, media_hash
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
-from lib.log import agent_metrics
 from lib.model import load_model, response_log_probs
 from lib.rollout import HFEngine, Sampling, hf_engine, sync_weights
 from tests.agent.test_agent_loop import END, FORGETS, TEMPLATE, Scripted, User, response_ids

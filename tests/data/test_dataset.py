@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, processors
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
+from agent.tools.rows import template_of_row
 from lib import InputError
 from lib.args.groups import COLUMN_NAMES
 from lib.data import RLHFDataset, check_template_kwargs, collate_fn, load_dataset_class, load_split, make_loader
@@ -189,7 +191,8 @@ def test_the_first_kept_row_without_a_ground_truth_is_named(tmp_path, tokenizer,
 # ---- tools ----
 
 SHOWS_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + TEMPLATE
-TOOLS = {"tools": [{"type": "function", "function": {"name": name}} for name in ("add", "find", "a" * 20)]}
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "a" * 20)]
+OF_TOOLS = {"row_template": partial(template_of_row, TOOLS)}
 FIND = {"find": {"create_kwargs": {"at": 1}}}
 
 
@@ -201,14 +204,15 @@ def test_a_row_shows_the_tools_that_it_names(tmp_path, write, num_proc):
     infos += [{"tool_selection": []}, {"tool_selection": ["find", "add"], "tools_kwargs": FIND}]
     infos += [{"tool_selection": None, "need_tools_kwargs": True}, {"tools_kwargs": FIND, "need_tools_kwargs": True}]
     file = write(tmp_path / f"a.{'jsonl' if write is write_jsonl else 'parquet'}", [make_row("q", **i) for i in infos])
-    load = {"chat_template_kwargs": TOOLS, "num_proc": num_proc}
+    load = OF_TOOLS | {"num_proc": num_proc}
     data = RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, **load)
     shown = [data.tokenizer.decode(row["raw_prompt_ids"]).partition("<")[0] for row in (data[i] for i in range(7))]
     every = f"[add][find][{'a' * 20}]"
     assert shown == [every, "[find]", "[add]", "", "[add][find]", every, "[find]"]
-    assert data.without_tools_kwargs == f"{file} row 5" and data[1]["tools_kwargs"] == FIND
+    assert data.note == f"{file} row 5: need_tools_kwargs is true, and there are no tools_kwargs"
+    assert data[1]["tools_kwargs"] == FIND
     short = RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=34, **load)
-    assert short.kept.tolist() == [1, 2, 3, 4, 6] and short.without_tools_kwargs is None
+    assert short.kept.tolist() == [1, 2, 3, 4, 6] and short.note is None
     plain = RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99)  # a run without tools
     assert not any(plain.tokenizer.decode(plain[i]["raw_prompt_ids"]).startswith("[") for i in range(7))
 
@@ -230,7 +234,7 @@ def test_a_row_shows_the_tools_that_it_names(tmp_path, write, num_proc):
 def test_what_names_no_tools_is_one_line(tmp_path, info, words):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("q"), make_row("q", 7, **info)])
     with pytest.raises(InputError) as caught:
-        RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, chat_template_kwargs=TOOLS)
+        RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, **OF_TOOLS)
     message = str(caught.value)
     assert message.startswith(f"{file} row 1 (index 7): ") and re.search(words, message)
     assert "\n" not in message and len(message) < 400

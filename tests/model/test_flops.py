@@ -10,12 +10,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import grpo
 import ppo
-from lib.args import step_sizes
 from lib.data import prefix_tree
 from lib.model import freeze, load_model, response_log_probs
 from lib.model.flops import flops_of, update_flops
-from planner.estimate import flops_of_step
-from planner.step_flops import StepFlops
+from planner.step_flops import StepFlops, flops_of_step
 from tests.common import ROOT, VOCAB, parse_flags, rollout_batch, save_tiny, tiny_vision, vision_batch
 from tests.model.test_models import FAMILIES, STATE, config_of
 
@@ -116,7 +114,7 @@ def test_flops_of_a_step_by_hand():
 
     def flops(script, more: str) -> StepFlops:
         args = parse_flags(script.Args, f"{words} {more}".split())
-        return flops_of_step(args, step_sizes(args, 1))
+        return flops_of_step(args)
 
     def by_hand(weights: int, group_size: int) -> float:
         """Forward and backward of 8 groups, without the head."""

@@ -58,7 +58,7 @@ from lib.model import (
 )
 from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
 from lib.sampling import Truncation
-from planner.memory import LiveBytes
+from planner.meta import LiveBytes
 from tests.common import TOY_MODEL, rollout_batch, run_ranks, save_tiny
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 from agent import BaseInteraction, MultiTurn, make_episodes
 from agent.http.program import Agent, call_function
-from agent.multi_turn import AsyncRolloutRequest
+from agent.request import AsyncRolloutRequest
 from data import toy_moe
 from data.toy import make_tokenizer
 from data.toy_moe import make_mixtral

@@ -35,7 +35,7 @@ from lib.model import (
     response_log_probs,
     response_values,
 )
-from planner.memory import estimate_memory
+from planner.memory import StepSettings, estimate_memory
 from tests.common import (
     SMALL,
     fork,
@@ -250,7 +250,7 @@ def test_two_ranks_need_half_the_memory_each(tmp_path):
     """Measured: 0.53, weights and gradients included, and 2 % above the estimate, for the one key head is repeated."""
     path = save_tiny(tmp_path)
     row = {"micro_batch_tokens": 1024, "rows": 1, "max_prompt_length": 8, "max_response_length": 2040}
-    moments = estimate_memory(path, ranks=2, compute_dtype=torch.float32, accumulation="none", **row)
+    moments = estimate_memory(StepSettings(path, ranks=2, compute_dtype=torch.float32, accumulation="none", **row))
     for alone, together in run_ranks(2, peaks_of_a_long_row, path):
         assert together < 0.56 * alone
         assert abs(together / beside_weights(moments, "loss", "backward", "last layer") - 1) < 0.05

@@ -20,7 +20,6 @@ import dapo
 import grpo
 import lib.model.log_probs
 from lib import InputError
-from lib.args import step_sizes
 from lib.distributed import (
     BUCKET_BYTES,
     advise_out_of_memory,
@@ -41,18 +40,19 @@ from lib.model import (
     response_values,
 )
 from lib.rollout import HFEngine, Sampling
-from planner import memory
+from planner import meta
 from planner.estimate import memory_advice, memory_of, memory_savers, refuse_what_does_not_fit
 from planner.memory import (
     GIB,
     HEADROOM,
+    StepSettings,
     estimate_memory,
     fits,
     memory_table,
-    meta_model,
     shard_numel,
     worst_moment,
 )
+from planner.meta import meta_model
 from tests.common import ROOT, TOY_MODEL, parse_flags, rollout_batch, run_ranks, save_tiny, tiny_vision, vision_inputs
 
 SHAPES = ROOT / "benchmarks/shapes"
@@ -63,12 +63,28 @@ MODELS = {"tied": True, "untied": False}
 def chunks_of_a_cpu(monkeypatch):
     """The estimate is for a GPU, with the chunks of logits of one, compiled; here it is compared with a CPU."""
     monkeypatch.setattr(lib.model.log_probs, "GPU_CHUNK", lib.model.log_probs.CPU_CHUNK)
-    monkeypatch.setattr(memory, "kernels_of_a_gpu", nullcontext)
+    monkeypatch.setattr(meta, "kernels_of_a_gpu", nullcontext)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def path(request, tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), tied=MODELS[request.param])
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return {name: save_tiny(tmp_path_factory.mktemp(name), tied=tied) for name, tied in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def measured(paths):
+    """{ranks: {(what, model): sizes on the first rank}}: one start of ranks for all tests of these models."""
+    work = {1: [], 2: [], 3: []}
+    for name, path in paths.items():
+        work[1] += [("passes", name, measured_passes, path)]
+        work[3] += [("stored", name, stored, path)]
+        for ranks in (1, 2):
+            work[ranks] += [("updates", name, measured_updates, path, updates_of(ranks, name))]
+    return {ranks: run_ranks(ranks, measure_all, own)[0] for ranks, own in work.items()}
+
+
+def measure_all(world, work):
+    return {(what, name): measure(world, *args) for what, name, measure, *args in work}
 
 
 def sizes(rows: int) -> dict[str, int]:
@@ -109,12 +125,13 @@ def stored(world, path):
     return result
 
 
-def test_weights_gradients_and_adam_are_exact(path):
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_gradients_and_adam_are_exact(paths, measured, name):
     """On the first of 3 ranks, which split 104 and 64 rows unevenly."""
-    measured = run_ranks(3, stored, path)[0]
+    path, measured = paths[name], measured[3]["stored", name]
     for lora_rank, frozen in TRAINED:
         how = {"lora_rank": lora_rank, "freeze_pattern": frozen, "critic_model": path}
-        moments = estimate_memory(path, ranks=3, compute_dtype=torch.float32, **how, **sizes(4))
+        moments = estimate_memory(StepSettings(path, ranks=3, compute_dtype=torch.float32, **how, **sizes(4)))
         for name, critic in {"": False, "critic ": True}.items():
             estimate = tuple(moments["optimizer"][f"{name}{part}"] for part in ("weights", "gradients", "Adam"))
             assert measured[critic, lora_rank, frozen] == estimate
@@ -190,6 +207,10 @@ UPDATES = {  # ranks: (rows, compute dtype, gradient checkpointing, LoRA's rank,
 }
 
 
+def updates_of(ranks: int, name: str) -> list[tuple]:
+    return UPDATES[ranks][:: 2 if (ranks, name) == (2, "tied") else 1]
+
+
 def measured_updates(world, path, updates):
     peaks = []
     for rows, dtype, checkpointing, lora_rank, micro_batches in updates:
@@ -214,24 +235,24 @@ def beside_weights(moments, *names) -> int:
     return max(sum(moments[name].values()) - moments[name]["weights"] - moments[name]["Adam"] for name in names)
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", UPDATES)
-def test_the_peak_of_an_update(path, ranks):
+def test_the_peak_of_an_update(paths, measured, name, ranks):
     """64 rows, nine tenths of it activations: the estimate is 3 to 5 % too high where it was measured, for it takes the
     prompts to be responses. 2 rows, most of it weights and gradients: 1 to 32 % too high, for in two layers it matters
     that the largest buffers of a layer's backward do not meet. 10 % too low is room for other kernels."""
-    updates = UPDATES[ranks]
-    if ranks > 1 and meta_model(AutoModelForCausalLM, path, "--model", torch.float32).config.tie_word_embeddings:
-        updates = updates[::2]
-    measured = run_ranks(ranks, measured_updates, path, updates)[0]
-    for (rows, dtype, checkpointing, lora_rank, micro_batches), peak in zip(updates, measured, strict=True):
+    updates = zip(updates_of(ranks, name), measured[ranks]["updates", name], strict=True)
+    for (rows, dtype, checkpointing, lora_rank, micro_batches), peak in updates:
         moments = estimate_memory(
-            path,
-            ranks=ranks,
-            compute_dtype=dtype,
-            gradient_checkpointing=checkpointing,
-            lora_rank=lora_rank,
-            accumulation="whole" if micro_batches > 1 else "none",
-            **sizes(rows),
+            StepSettings(
+                paths[name],
+                ranks=ranks,
+                compute_dtype=dtype,
+                gradient_checkpointing=checkpointing,
+                lora_rank=lora_rank,
+                accumulation="whole" if micro_batches > 1 else "none",
+                **sizes(rows),
+            )
         )
         ratio = beside_weights(moments, "loss", "backward", "last layer") / peak
         assert 0.9 <= ratio <= (1.25 if rows == 64 else 1.5), (ratio, rows, dtype, checkpointing, lora_rank)
@@ -253,10 +274,11 @@ def measured_passes(world, path):
     return log_probs, rollout
 
 
-def test_the_peaks_of_log_probs_and_rollout(path):
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peaks_of_log_probs_and_rollout(paths, measured, name):
     """1 % too high where it was measured; 25 % is room for other attention kernels."""
-    log_probs, rollout = run_ranks(1, measured_passes, path)[0]
-    moments = estimate_memory(path, ranks=1, compute_dtype=torch.float32, **sizes(64))
+    log_probs, rollout = measured[1]["passes", name]
+    moments = estimate_memory(StepSettings(paths[name], ranks=1, compute_dtype=torch.float32, **sizes(64)))
     assert abs(beside_weights(moments, "log-probs") - log_probs) < 0.25 * log_probs
     assert abs(beside_weights(moments, "rollout", "prefill") - rollout) < 0.25 * rollout
 
@@ -264,17 +286,20 @@ def test_the_peaks_of_log_probs_and_rollout(path):
 def peak_on_a_gpu(name: str, flags: list[str], tokens: int) -> int:
     """Of a step of 8 rows on one GPU, a quarter of each its prompt, without the rollout."""
     moments = estimate_memory(
-        str(SHAPES / f"{name}.json"),
-        ranks=1,
-        compute_dtype=torch.bfloat16,
-        accumulation="none",
-        gradient_checkpointing="checkpointing" in flags,
-        lora_rank=32 * ("LoRA 32" in flags),
-        use_liger_kernel="--use-liger-kernel" in flags,
-        micro_batch_tokens=tokens,
-        rows=8,
-        max_prompt_length=tokens // 32,
-        max_response_length=3 * tokens // 32,
+        StepSettings(
+            str(SHAPES / f"{name}.json"),
+            ranks=1,
+            compute_dtype=torch.bfloat16,
+            accumulation="none",
+            gradient_checkpointing="checkpointing" in flags,
+            lora_rank=32 * ("LoRA 32" in flags),
+            use_liger_kernel="--use-liger-kernel" in flags,
+            micro_batch_tokens=tokens,
+            rows=8,
+            max_prompt_length=tokens // 32,
+            max_response_length=3 * tokens // 32,
+            engine_bytes=1,  # no rollout is measured
+        )
     )
     return max(sum(moments[moment].values()) for moment in ("log-probs", "loss", "backward", "last layer"))
 
@@ -314,14 +339,14 @@ def test_layers_that_are_alike_tell_what_all_of_them_need(
     model = meta_model(AutoModelForCausalLM, str(tmp_path), "--model", torch.bfloat16, lora_rank=lora_rank)
 
     def costs() -> tuple:
-        update = memory.update_costs.__wrapped__(model, tokens, checkpointing)
-        return update, memory.forward_peak.__wrapped__(model, tokens, with_head=False)
+        update = meta.update_costs.__wrapped__(model, tokens, checkpointing)
+        return update, meta.forward_peak.__wrapped__(model, tokens, with_head=False)
 
     depths = []
     model.model.register_forward_pre_hook(lambda decoder, _: depths.append(len(decoder.layers)))
     told = costs()
     assert set(depths) == ({5} if config else {3, 4}) and len(model.model.layers) == 5
-    monkeypatch.setattr(memory, "_of_all_layers", lambda _, measure: [*measure()])
+    monkeypatch.setattr(meta, "_of_all_layers", lambda _, measure: [*measure()])
     assert told == costs()
 
 
@@ -331,38 +356,40 @@ TOY = {"ranks": 2, "compute_dtype": torch.bfloat16, **sizes(8)}
 
 
 def test_each_option_adds_or_moves_its_parts():
-    plain = estimate_memory(TOY_MODEL, **TOY)
+    plain = estimate_memory(StepSettings(TOY_MODEL, **TOY))
     assert {"prefill", "rollout", "log-probs", "loss", "backward", "last layer", "optimizer"} == set(plain)
     weights = plain["rollout"]["weights"]
 
-    vllm = estimate_memory(TOY_MODEL, engine_bytes=7 * GIB, **TOY)
+    vllm = estimate_memory(StepSettings(TOY_MODEL, engine_bytes=7 * GIB, **TOY))
     assert vllm["rollout"]["vLLM"] == 7 * GIB and "vLLM" not in vllm["loss"] and "prefill" not in vllm
 
-    reference = estimate_memory(TOY_MODEL, reference=True, frozen_dtype=torch.bfloat16, **TOY)
+    reference = estimate_memory(StepSettings(TOY_MODEL, reference=True, frozen_dtype=torch.bfloat16, **TOY))
     assert all(parts["reference"] == weights // 2 for parts in reference.values())
-    lora = estimate_memory(TOY_MODEL, reference=True, lora_rank=4, **TOY)
+    lora = estimate_memory(StepSettings(TOY_MODEL, reference=True, lora_rank=4, **TOY))
     assert "reference" not in lora["loss"] and lora["loss"]["Adam"] < plain["loss"]["Adam"] / 10
 
-    judged = estimate_memory(TOY_MODEL, reward_model=TOY_MODEL, **TOY)
-    awake = estimate_memory(TOY_MODEL, reward_model=TOY_MODEL, engine_bytes=1 << 30, scores_awake=True, **TOY)
+    judged = estimate_memory(StepSettings(TOY_MODEL, reward_model=TOY_MODEL, **TOY))
+    awake = estimate_memory(
+        StepSettings(TOY_MODEL, reward_model=TOY_MODEL, engine_bytes=1 << 30, scores_awake=True, **TOY)
+    )
     assert awake["reward model"] == judged["reward model"] | {"vLLM": awake["rollout"]["vLLM"]}
     assert judged["loss"]["reward model"] > 0.9 * weights and judged["reward model"]["work"] > 0
 
-    gathered = estimate_memory(TOY_MODEL, gathered_bytes=5, **TOY)["advantages"]
+    gathered = estimate_memory(StepSettings(TOY_MODEL, gathered_bytes=5, **TOY))["advantages"]
     assert gathered == {"columns": 5} | {name: plain["optimizer"][name] for name in ("weights", "Adam")}
 
-    offloaded = estimate_memory(TOY_MODEL, cpu_offload=True, accumulation="none", **TOY)
+    offloaded = estimate_memory(StepSettings(TOY_MODEL, cpu_offload=True, accumulation="none", **TOY))
     assert offloaded["host"] == {name: plain["optimizer"][name] for name in ("weights", "Adam", "gradients")}
     assert not {"weights", "Adam"} & set(offloaded["loss"]) and "gradients" not in offloaded["last layer"]
 
-    on_host = estimate_memory(TOY_MODEL, offload_activations=True, **TOY)
+    on_host = estimate_memory(StepSettings(TOY_MODEL, offload_activations=True, **TOY))
     assert on_host["host"] == {"activations": plain["backward"]["activations"]}
     assert on_host["backward"]["activations"] == plain["last layer"]["activations"] > 0
 
-    sharded = estimate_memory(TOY_MODEL, accumulation="sharded", **TOY)
+    sharded = estimate_memory(StepSettings(TOY_MODEL, accumulation="sharded", **TOY))
     assert plain["loss"]["gradients"] == 2 * sharded["loss"]["gradients"] == 2 * sharded["optimizer"]["gradients"]
 
-    checkpointed = estimate_memory(TOY_MODEL, gradient_checkpointing=True, **TOY)
+    checkpointed = estimate_memory(StepSettings(TOY_MODEL, gradient_checkpointing=True, **TOY))
     assert checkpointed["backward"]["activations"] < plain["backward"]["activations"] / 2
 
 
@@ -383,9 +410,9 @@ def test_the_table_says_what_fits_and_what_does_not():
 def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
     with pytest.raises(InputError, match=r"--model .*: no model by its config: .+"):
-        estimate_memory(str(tmp_path), **TOY)
+        estimate_memory(StepSettings(str(tmp_path), **TOY))
     with pytest.raises(InputError, match="--reward-model"):
-        estimate_memory(TOY_MODEL, reward_model=str(tmp_path), **TOY)
+        estimate_memory(StepSettings(TOY_MODEL, reward_model=str(tmp_path), **TOY))
 
 
 # ---- flags that do not fit -----------------------------------------------------------------------
@@ -394,7 +421,7 @@ def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
 def flags_of(path: str, *flags: str):
     args = parse_flags(grpo.Args, list(flags))
     args.model.model = path
-    return args, step_sizes(args, 8)
+    return args
 
 
 @pytest.mark.parametrize(
@@ -402,8 +429,8 @@ def flags_of(path: str, *flags: str):
 )
 def test_ranks_that_do_not_sample_need_no_room_for_it(flags):
     """Only for the buckets of the weight sync; and the other moments are those of any engine."""
-    args, sizes = flags_of(TOY_MODEL, *flags)
-    moments, with_engine = memory_of(args, sizes, 8, GIB), memory_of(flags_of(TOY_MODEL)[0], sizes, 8, GIB)
+    args = flags_of(TOY_MODEL, *flags)
+    moments, with_engine = memory_of(args, 8, GIB), memory_of(flags_of(TOY_MODEL), 8, GIB)
     assert {part for parts in moments.values() for part in parts}.isdisjoint({"KV cache", "vLLM"})
     assert moments["weight sync"]["buckets"] == 3 * BUCKET_BYTES
     assert set(with_engine) - set(moments) == {"prefill", "rollout"}
@@ -420,33 +447,33 @@ def test_ranks_that_do_not_sample_need_no_room_for_it(flags):
 )
 def test_a_reward_model_beside_an_engine_that_is_awake(script, flags, awake):
     args = parse_flags(script.Args, [*flags, "--rollout-engine", "vllm", "--reward-model", TOY_MODEL])
-    moments = memory_of(args, step_sizes(args, 8), 8, GIB)
+    moments = memory_of(args, 8, GIB)
     assert ("vLLM" in moments["reward model"]) == awake and "vLLM" not in moments["log-probs"]
 
 
 def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
     """And none of these is there for nothing: for GPUs a little larger than what all of them leave."""
     path = save_tiny(tmp_path)
-    args, sizes = flags_of(path, "--micro-batch-tokens", "512")
+    args = flags_of(path, "--micro-batch-tokens", "512")
     all_flags = [word for saver in memory_savers(args, 8) for word in saver.flag.split()]
-    least = memory_of(flags_of(path, *all_flags)[0], sizes, 8, GIB)
+    least = memory_of(flags_of(path, *all_flags), 8, GIB)
     gpu = int(1.01 * worst_moment(least)[1] / (1 - HEADROOM))
     with pytest.raises(InputError) as refused:
-        refuse_what_does_not_fit(args, sizes, 8, gpu)
+        refuse_what_does_not_fit(args, 8, gpu)
     assert "DOES NOT FIT" in str(refused.value)
     advice = re.search(r"it fits with --(.*)", str(refused.value)).group(1)
     flags = [f"--{flag}".split() for flag in advice.split(" --")]
     assert len(flags) > 1
     for n in range(len(flags) + 1):
         given = ["--micro-batch-tokens", "512", *(word for i, flag in enumerate(flags) if i != n for word in flag)]
-        assert fits(memory_of(flags_of(path, *given)[0], sizes, 8, gpu), gpu) == (n == len(flags))
+        assert fits(memory_of(flags_of(path, *given), 8, gpu), gpu) == (n == len(flags))
 
 
 def test_flags_that_fit_and_a_model_that_cannot(tmp_path):
-    args, sizes = flags_of(save_tiny(tmp_path))
-    refuse_what_does_not_fit(args, sizes, 8, 80 * GIB)
+    args = flags_of(save_tiny(tmp_path))
+    refuse_what_does_not_fit(args, 8, 80 * GIB)
     with pytest.raises(InputError, match="no flags that change no result make it fit: take more GPUs"):
-        refuse_what_does_not_fit(args, sizes, 1, 2**20)
+        refuse_what_does_not_fit(args, 1, 2**20)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +500,7 @@ def test_memory_that_runs_out_is_told_with_its_stage_and_what_to_change(flags, s
     exits = []
     monkeypatch.setattr(lib.distributed.launch, "end_process", exits.append)
     monkeypatch.setattr(lib.distributed.launch.os, "_exit", exits.append)  # which a run sets back at its end
-    lib.distributed.run(main, flags_of(TOY_MODEL, *flags)[0])
+    lib.distributed.run(main, flags_of(TOY_MODEL, *flags))
     said = capfd.readouterr().err
     assert f"error: rank 0 in {stage}: CUDA out of memory. Tried to allocate 2.50 GiB; {advice}" in said
     assert exits == [1] and "Traceback" in said
@@ -497,13 +524,15 @@ def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(tmp_path, 
     flags = {"micro_batch_tokens": tokens, "rows": images, "max_prompt_length": tokens // images}
     for checkpointing in (False, True):
         moments = estimate_memory(
-            path,
-            ranks=2,
-            compute_dtype=torch.float32,
-            max_response_length=8,
-            gradient_checkpointing=checkpointing,
-            critic_model=path,
-            **flags,
+            StepSettings(
+                path,
+                ranks=2,
+                compute_dtype=torch.float32,
+                max_response_length=8,
+                gradient_checkpointing=checkpointing,
+                critic_model=path,
+                **flags,
+            )
         )
         model = load_model(path, gradient_checkpointing=checkpointing)
         inputs = vision_inputs(kind, images, 1)[0]
@@ -518,5 +547,5 @@ def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(tmp_path, 
     assert moments["optimizer"]["weights"] == run_ranks(2, stored_by_vision, path)[0]
     for how in ({"lora_rank": 2}, {"freeze_pattern": "tower"}):  # the tower does not train
         assert "vision" not in estimate_memory(
-            path, ranks=2, compute_dtype=torch.float32, max_response_length=8, **how, **flags
+            StepSettings(path, ranks=2, compute_dtype=torch.float32, max_response_length=8, **how, **flags)
         )

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from benchmarks import plan as benchmark
 from lib import InputError
 from lib.args import step_sizes, training_ranks
-from planner.estimate import H100, DecoderCosts, Gpu, describe_plan, engine_rates, mean_flops, plan_splits, with_split
+from planner.estimate import H100, Gpu
 from planner.plan import DRAWS, ROWS, Engine, EngineRates, Row, Split, Step, best_split, dealt, read_lengths, simulate
 from planner.roofline import Kernel
+from planner.splits import DecoderCosts, describe_plan, engine_rates, mean_flops, plan_splits, with_split
 from planner.traced_step import Traced
 from tests.common import ROOT, TOY_MODEL, parse_flags
 

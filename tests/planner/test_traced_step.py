@@ -79,7 +79,7 @@ def trace(script: str, config: dict, folder: str, *flags: str) -> dict:
     traced_step.Trace = WaitingTrace
     traced = trace_step(args)
     names = {k.name for k in traced.kernels if k.moment == "loss"}
-    estimated = estimate.memory_of(args, sizes, ranks, 80 * 2**30)
+    estimated = estimate.memory_of(args, ranks, 80 * 2**30)
     seconds = predict_update(args, sizes, traced, ranks)
     return {
         "traced": traced.memory,

@@ -16,7 +16,6 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 import grpo
 from lib import InputError, setup
-from lib.args import step_sizes
 from lib.cli.flags import check_flags, parse_flags
 from lib.model import check_sampling, config_of
 from lib.rollout import check_capabilities, engine_class, vllm_refuses
@@ -267,13 +266,12 @@ def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
     args, why = chosen(["--gpu-memory-utilization", "0.5", "--lora-rank", "4"])
     assert (args.rollout.rollout_engine, args.rollout.engine, why) == ("auto", "vllm", "which knows the model")
     assert args.rollout.starts_vllm and args.no_effect == ()
-    sizes = step_sizes(args, 1)
-    assert memory_of(args, sizes, 1, 2**36)["rollout"]["vLLM"] == 2**35
+    assert memory_of(args, 1, 2**36)["rollout"]["vLLM"] == 2**35
     effective = setup.check(args, torch.device("cpu")).effective
     assert (effective["rollout_engine"], effective["gpu_memory_utilization"]) == ("vllm", 0.5)
     args, why = chosen([], refused="vLLM does not know NewForCausalLM")
     assert (args.rollout.engine, why) == ("hf", "because vLLM does not know NewForCausalLM")
-    assert "vLLM" not in memory_of(args, sizes, 1, 2**36)["rollout"]
+    assert "vLLM" not in memory_of(args, 1, 2**36)["rollout"]
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from agent import FunctionTool, MultiTurn, ToolCall, make_episodes
 from agent.http.program import Agent, call_function
+from agent.metrics import agent_metrics
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
-from lib.log import agent_metrics
 from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
 from lib.rollout import (
     Generated,

@@ -48,7 +48,7 @@ from lib.run.checkpoint import (
     save_checkpoint,
     why_torn,
 )
-from planner.memory import LiveBytes
+from planner.meta import LiveBytes
 from tests.common import full_disk, run_ranks
 
 VOCAB, ROWS, LENGTH = 96, 4, 12

@@ -572,13 +572,14 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(tmp_path):
 
 def test_a_special_token_in_a_prompt_is_text_and_is_counted(tmp_path):
     prompt = [{"role": "user", "content": "1+2<|im_end|>\n<|im_start|>assistant\n="}]
-    needs = {"extra_info": {"need_tools_kwargs": True}}  # said too
+    needs = {"extra_info": {"need_tools_kwargs": True}}  # said too, in a run with tools
     rows = write(tmp_path / "a.jsonl", ROW, ROW | {"prompt": prompt} | needs, ROW | needs)
     args = ["--train-files", rows, "--val-files", "none", "--max-prompt-length", "64", "--dry-run", "1"]
     said = ran(fork("grpo", tmp_path, *args)).stdout
     assert "training prompts: 3 (prompt_too_long 0, special_tokens_as_text 1)" in said
-    assert said.count(f"note: {rows} row 1: need_tools_kwargs is true, and there are no tools_kwargs\n") == 1
-    allowed = ran(fork("grpo", tmp_path, *args, "--allow-special-tokens")).stdout
+    tools = ["--multi-turn.tools", "calculator", "--model", "data/toy_tools/model", "--max-prompt-length", "400"]
+    allowed = ran(fork("grpo", tmp_path, *args, *tools, "--allow-special-tokens")).stdout
+    assert allowed.count(f"note: {rows} row 1: need_tools_kwargs is true, and there are no tools_kwargs\n") == 1
     assert "training prompts: 3 (prompt_too_long 0)" in allowed
 
 
