@@ -49,8 +49,8 @@ def rollout_file(run_folder: Path, step: int, rank: int) -> Path:
 
 
 def rollout_files(run_folder: Path, after: int) -> list[Path]:
-    """The files of steps later than `after`, of any number of ranks."""
-    files = sorted((run_folder / "rollouts").glob("step_*-rank_*.parquet"))
+    """The files of steps later than `after`, of any number of ranks, also unfinished ones."""
+    files = sorted((run_folder / "rollouts").glob("step_*-rank_*"))
     return [file for file in files if int(file.name.removeprefix("step_").partition("-")[0]) > after]
 
 

@@ -66,7 +66,7 @@ from lib.rollout.hf_engine import ROOM, GroupCache, GroupLayer, can_group, sampl
 from lib.rollout.lora_sync import choose_lora_sync
 from lib.rollout.server_engine import NEUTRAL
 from lib.rollout.vllm_engine import CheckedStream, VLLMEngine, adapter_settings
-from lib.run.checkpoint import write_adapter
+from lib.run.export import write_adapter
 from tests.common import TOY_MODEL, give_generation_config, parse_flags, randomize_lora_b, rollout_batch, save_tiny
 from tools.mismatch import Batch
 
