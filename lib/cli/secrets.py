@@ -237,7 +237,8 @@ def write_private(path: Path, content: bytes) -> None:
         raise
 
 
-def private_folder(path: Path) -> None:
-    """Lets only the owner look into the folder, whatever the umask, and creates it if missing."""
+def private_folder(path: Path) -> Path:
+    """Lets only the owner look into the folder, whatever the umask, and creates it if missing. Returns the path."""
     path.mkdir(exist_ok=True)
     path.chmod(0o700)
+    return path

@@ -22,7 +22,7 @@ from lib.data_proto import DataProto
 from lib.distributed import World
 from lib.log.disk import free_space
 from lib.log.prompt_images import keep_images, row_hashes
-from lib.log.tracking import prompt_texts, turns_of
+from lib.log.samples import prompt_texts, turns_of
 
 
 def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -> list[int]:

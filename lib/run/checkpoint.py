@@ -80,7 +80,7 @@ def save_checkpoint(
         models: by name ("actor", "critic"), each with its optimizer or None. Save between optimizer steps.
         trainer_state: values that JSON holds exactly (the loader's position, the KL controller).
         batches: by name, rows that the next step needs, the same on all ranks.
-        config: a resume compares its own config with this one (lib/run/run.py).
+        config: a resume compares its own config with this one (lib/run/run_config.py).
 
     Raises:
         InputError: a scheduler's state or `trainer_state` would come back from JSON as something else.

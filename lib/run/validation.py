@@ -17,7 +17,8 @@ from lib.data import PromptDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, broadcast, enter_stage, timed
 from lib.log.metrics import merge_metrics
-from lib.log.tracking import Tracker, sample_rows
+from lib.log.samples import sample_rows
+from lib.log.tracking import Tracker
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, truncated_rows

@@ -327,14 +327,9 @@ BAD_ROWS = {
     "no step": b'{"reward/mean": 1}',
     "a step that is none": b'{"step": true}',
     "an infinite step": b'{"step": Infinity}',
-    "a metric that is none": b'{"step": 1, "a": "x"}',
-    "infinity": b'{"step": 1, "a": Infinity}',
-    "overflow": b'{"step": 1, "a": 1e999}',
-    "a huge number": b'{"step": 1, "a": ' + b"9" * 400 + b"}",
     "more digits than Python reads": b'{"step": 1, "a": ' + b"9" * 10_000 + b"}",
     "nested": b'{"step": 1, "a": ' + b"[" * 100_000 + b"}",
     "no UTF-8": b'{"step": 1, "\xff": 1}',
-    "other nonfinite": b'{"step": 1, "nonfinite": 5}',
 }
 
 
