@@ -77,8 +77,7 @@ def _loaded_code() -> Iterator[tuple[str, Path]]:
 
 def code_files(args: DataclassInstance, script: Path) -> dict[str, Path]:
     """{name in starts/n: path} of the script and of the Python files that flags name."""
-    values = _named_files(args).values()
-    paths = [Path(_path_and_name(text)[0]).expanduser() for value in values for text in _texts(value)]
+    paths = [Path(path).expanduser() for value in _named_files(args).values() for path, _ in _paths(value)]
     code = dict.fromkeys(path for path in paths if path.suffix == ".py" and path.is_file())
     return {script.name: script} | {f"code/{number}-{path.name}": path for number, path in enumerate(code, 1)}
 
@@ -233,8 +232,7 @@ def digest_of(value: str | list[str]) -> str:
 
     Of a file above 64 MiB it takes the size and only 64 blocks: other weights differ everywhere."""
     digest = hashlib.sha256()
-    for text in _texts(value):
-        path, function = _path_and_name(text)
+    for path, function in _paths(value):
         files = _files_of(path)
         digest.update(json.dumps([function, [file.name for file in files] if len(files) > 1 else []]).encode())
         for file in files:
@@ -249,23 +247,13 @@ def digest_of(value: str | list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _texts(value: str | list[str]) -> list[str]:
-    """The texts of a flag's value; two of "bash:FOLDER path/to/file.py:name", the words of a command with a program."""
-    return [part for text in ([value] if isinstance(value, str) else value) for part in _parts(text)]
-
-
-def _parts(text: str) -> list[str]:
-    if text.startswith("bash:"):
-        return text.split(" ", 1)
-    words = text.split()
-    is_command = len(words) > 1 and any(word.endswith(".py") and Path(word).is_file() for word in words)
-    return words if is_command else [text]
-
-
-def _path_and_name(text: str) -> tuple[str, str]:
-    """Of a flag's value: path/to/file.py:name, or a path, perhaps with its kind before it (search:FILE, gym:...)."""
-    path, name = text.rsplit(":", 1) if ".py:" in text else (text, "")
-    return re.sub("^(search|gym|bash):", "", path), name
+def _paths(value: str | list[str]) -> Iterator[tuple[str, str]]:
+    """(path, function) of all that a flag's value names: a path, search:FILE, path/to/file.py:function, the words of a
+    command or of "bash:FOLDER path/to/file.py:name"."""
+    for text in [value] if isinstance(value, str) else value:
+        for word in text.split() if " " in text and not Path(text).exists() else [text]:
+            path, function = word.rsplit(":", 1) if ".py:" in word else (word, "")
+            yield re.sub("^(search|gym|bash):", "", path), function
 
 
 def _files_of(name: str) -> list[Path]:
