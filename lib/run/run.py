@@ -11,8 +11,7 @@
     waits.txt      which rank waited for which (lib/distributed/watchdog.py), if one had to for long
     (--record DIR  what each step took from outside: lib/rollout/replay.py)
 
-A kill at any moment leaves the run at its newest checkpoint: every start removes what the logs have of later steps,
-after its checkpoint is loaded.
+A kill at any moment leaves the run at its newest checkpoint: every start removes the rows of later steps.
 """
 
 import json
@@ -47,6 +46,7 @@ from lib.run import checkpoint as checkpoints
 from lib.run.export import export_hf
 from lib.run.goals import Goals
 from lib.run.resume import cut_logs
+from lib.run.state import check_state, states_of, with_loss_scales
 
 WRITER_S = 5  # how long a run that fails waits for the samples of its last step
 RECORDED_BY = "recorded_by"  # the key in a recording's config.json of the folder of its run
@@ -69,10 +69,10 @@ class Run:
     checkpoint: Path | None = None  # the one that is resumed from
     step: int = 0  # of the checkpoint
     own: bool = False  # whether the checkpoint is this run's, not another's (only on rank 0)
-    new_data: bool = False  # whether --resume-override allowed other training data than the checkpoint's
+    new_data: bool = False  # whether --resume-override allowed other training data
     config: dict[str, Any] = field(default_factory=dict)  # what config.json holds (only on rank 0)
     command: str = ""  # that was typed (only on rank 0)
-    locks: ExitStack = field(default_factory=ExitStack)  # of the folders that this run writes to (only on rank 0)
+    locks: ExitStack = field(default_factory=ExitStack)  # of its folders (only on rank 0)
     recorder: NoRecorder = field(default_factory=NoRecorder)  # of what steps take from outside
     last_step: int = field(init=False)  # --total-steps, or the step in which --stop-when held
     best: dict[str, Any] | None = None  # of --keep-best: metric, step, value, lower_bound
@@ -87,11 +87,12 @@ class Run:
         self.peak_tflops = peak_tflops(self.world.device)
 
     def load(self, models: Models, stateful: Mapping[str, Any]) -> Batches:
-        """Loads the checkpoint, if there is one, into models and stateful objects. Returns its `batches`. Then removes
-        from the logs what the run does again: a checkpoint that cannot be loaded leaves all as it is. A collective.
+        """Loads the checkpoint, if any, into models and stateful objects. Returns its `batches`. A collective.
 
-        stateful: objects with state_dict() and load_state_dict(), of plain numbers and DataProtos equal on all ranks.
-        """
+        Then removes rows of later steps from the logs: a checkpoint that cannot be loaded leaves them.
+
+        stateful: objects with state_dict() and load_state_dict(), of plain numbers and DataProtos, equal on
+        all ranks."""
         batches: Batches = {}
         state: dict[str, Any] = {}
         if self.checkpoint is not None:
@@ -102,13 +103,13 @@ class Run:
             if self.new_data:
                 started = {key: value for key, value in state["loader"].items() if key == "last_started"}
                 state["loader"] = started | {"position": 0}
-            for name, part in _with_loss_scales(stateful, models).items():
+            for name, part in with_loss_scales(stateful, models).items():
                 part.load_state_dict(state[name])
         self.best = distributed.on_first_rank(lambda: self._begin(state.get("best")))
         return batches
 
     def _begin(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Rank 0's part of load: nothing can be refused any more. best: the checkpoint's; returned if it is here."""
+        """Rank 0's part of load, after which nothing is refused. Returns the checkpoint's `best` if it is here."""
         with writes_to(self.folder, "the run was not opened"):
             if not self.validation.val_only:
                 cut_logs(self.folder, self.step if self.own else 0)
@@ -116,12 +117,14 @@ class Run:
             if self.args.record:
                 recording = Path(self.args.record)
                 forget_after(recording, self.step)
-                write_json(recording / "config.json", self.config | {RECORDED_BY: str(self.folder.resolve())})
+                recorded_by = {RECORDED_BY: str(self.folder.resolve())}
+                write_json(recording / "config.json", self.config | recorded_by)
             self.tracker.reread(self.step)
         if best is None or best["metric"] != self.args.keep_best:
             return None
         if not self.own or checkpoints.why_torn(self._best_folder(best)):
-            print(f"--keep-best: step {best['step']}, the best so far, is not in this run: it begins anew", flush=True)
+            what = f"step {best['step']}, the best so far, is not in this run"
+            print(f"--keep-best: {what}: it begins anew", flush=True)
             return None
         return best
 
@@ -131,7 +134,7 @@ class Run:
             return
         step = self.step
         self._stop_if_reached(step)  # by the start model, or by the run that is resumed
-        distributed.on_first_rank(lambda: self._goals.better(self.best, step, self._metrics_of(step)))  # a wrong name?
+        self._new_best(step)  # an error if --keep-best names no metric
         while step < self.last_step:
             step += 1
             distributed.start_step(step)
@@ -144,16 +147,18 @@ class Run:
         self.recorder.end(batch)
 
     def log(self, step: int, metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
-        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective. Raises
-        InputError for a name that two of the dicts have."""
+        """Reduces a step's metrics over the ranks, adds its times, writes and returns them. A collective.
+
+        Raises InputError for a name that two of the dicts have."""
         timing = distributed.step_timing()
         if self._profiler.stop():
             timing["perf/profiled"] = 1.0
         reduced = distributed.reduce_metrics(merge_metrics([*metrics, timing]))
-        ways = ("training/rows_trained", "training/rows_left_over")
-        gone = sum(rows for name, rows in reduced.items() if name in ways or name.startswith(DROPPED))
-        assert reduced["training/rows_in"] == gone, "rows were lost on the way"
-        reduced = merge_metrics([reduced, throughput_metrics(reduced, self.world.size, self.peak_tflops)])
+        ends = ("training/rows_trained", "training/rows_left_over", DROPPED)
+        rows_out = sum(rows for name, rows in reduced.items() if name.startswith(ends))
+        assert reduced["training/rows_in"] == rows_out, "rows were lost on the way"
+        throughput = throughput_metrics(reduced, self.world.size, self.peak_tflops)
+        reduced = merge_metrics([reduced, throughput])
         self.tracker.log(reduced, step)
         if "rollout/k3" in reduced:
             mismatch = reduced["rollout/k3"], self.max_mismatch, f"in step {step}"
@@ -170,17 +175,18 @@ class Run:
         return self._is_due(self.validation.val_every, step)
 
     def save(self, step: int, models: Models, stateful: Mapping[str, Any], batches: Batches | None = None) -> None:
-        """Saves a checkpoint if one is due, or if this is the best of --keep-best. Training goes on while it is
-        written; the next save raises what went wrong. The samples of its steps are on the disk before it is. A
-        collective. In the first step and at each save, it raises InputError for state that a resume would not get back.
+        """Saves a checkpoint if one is due, or if this is the best of --keep-best. A collective.
 
-        batches: rows that the next step needs, the same on all ranks."""
+        Training goes on while it is written; the next save raises what went wrong. The samples of its steps
+        are on the disk before it is. In the first step and at each save, it raises InputError for state that a
+        resume would not get back. batches: rows that the next step needs, the same on all ranks."""
         self._stop_if_reached(step)
         is_due = self._is_better(step) or self._is_due(self.args.save_every, step)
         if not is_due and step != self.step + 1:
             return
-        batches, found = dict(batches or {}), _states(_with_loss_scales(stateful, models), batches or ())
-        checkpoints.check_state(found, batches)
+        batches = dict(batches or {})
+        found = states_of(with_loss_scales(stateful, models), batches)
+        check_state(found, batches)
         if not is_due:
             return
         self._wait_for_writers()
@@ -201,8 +207,8 @@ class Run:
         )
 
     def save_rollouts(self, step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keeps --save-rollouts groups of the step that was trained. Training goes on while they are written; the next
-        call raises what went wrong."""
+        """Keeps --save-rollouts groups of the step, written while training goes on. The next call raises what went
+        wrong."""
         if self._writing is not None:
             self._writing.result()
         if rows := kept_rows(batch.non_tensor_batch["uid"], self.args.save_rollouts, self.world):
@@ -211,9 +217,9 @@ class Run:
             self._writing = self._writer.submit(write_rollouts, file, step, kept, tokenizer)
 
     def export(self, actor: TrainedModel, processor: PreTrainedTokenizerBase | ProcessorMixin) -> None:
-        """With --export-model, writes the policy in Hugging Face form to the run's folder. A collective."""
+        """With --export-model, writes the policy in Hugging Face form. A collective."""
         if self.args.export_model and not self.validation.val_only:
-            self._wait_for_writers()  # the last checkpoint is on the disk, whatever happens to the export
+            self._wait_for_writers()  # the last checkpoint is safe, whatever happens to the export
             name = self.args.export_dtype
             dtype = actor.forward.compute_dtype if name == "auto" else getattr(torch, name)
             export_hf(actor.module, processor, self.folder / "model", dtype)
@@ -236,9 +242,8 @@ class Run:
         if saved is None or not (self._saving or self.own):
             return
         step = int(saved.name.removeprefix("step_"))
-        print(
-            f"a checkpoint as a model: python -m tools.export {shlex.quote(str(self.folder))} --step {step}", flush=True
-        )
+        export = f"python -m tools.export {shlex.quote(str(self.folder))} --step {step}"
+        print(f"a checkpoint as a model: {export}", flush=True)
         if self.config.get("lr_schedule") == "constant":  # another would have ended with the last step
             more = ["--total-steps", str(2 * self.last_step)]
             if self.args.stop_when:
@@ -264,15 +269,19 @@ class Run:
         if value is not None:
             self.last_step = step
             if self.world.rank == 0:
-                print(f"--stop-when {self.args.stop_when!r}: it is {value:g} after step {step}, the last", flush=True)
+                reached = f"it is {value:g} after step {step}, the last"
+                print(f"--stop-when {self.args.stop_when!r}: {reached}", flush=True)
 
     def _is_better(self, step: int) -> bool:
-        """Whether the step's validation is the best of --keep-best so far, which it then becomes. A collective."""
+        """Whether the step's validation is the best of --keep-best so far; it then is `best`. A collective."""
         if not self.args.keep_best:
             return False
-        better = distributed.on_first_rank(lambda: self._goals.better(self.best, step, self._metrics_of(step)))
+        better = self._new_best(step)
         self.best = better or self.best
         return better is not None
+
+    def _new_best(self, step: int) -> dict[str, Any] | None:
+        return distributed.on_first_rank(lambda: self._goals.better(self.best, step, self._metrics_of(step)))
 
     def _metrics_of(self, step: int) -> dict[str, float]:
         """What rank 0 has logged for the step."""
@@ -291,36 +300,17 @@ class Run:
         if self.world.rank > 0:
             return
         for end in (self.tracker.notes, self.tracker.close):
-            with suppress(OSError, InputError):  # a full disk, again; or rows that no run has written end this one
+            with suppress(OSError, InputError):  # a full disk, or the broken row that ends this run
                 end()
         if not interrupted:
             return
         where, command = "", self.command
         if not self.validation.val_only:
-            newest, command = checkpoints.newest_complete(self.folder / "checkpoints"), self._command_to_resume()
+            newest = checkpoints.newest_complete(self.folder / "checkpoints")
+            command = self._command_to_resume()
             where = f" after {newest.name}" if newest else " before the first checkpoint"
         launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         distributed.print_last(f"interrupted{where}; to go on: {command}", launcher)
-
-
-def _with_loss_scales(stateful: Mapping[str, Any], models: Models) -> dict[str, Any]:
-    scales = {f"{name}_loss_scale": model.loss_scale for name, model in models.items()}
-    return dict(stateful) | {name: scale for name, scale in scales.items() if scale is not None}
-
-
-def _states(stateful: Mapping[str, Any], batches: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The state of each object. Raises InputError for what is no such object, and for a name that cannot be saved."""
-    for name in (*stateful, *batches):
-        if "." in name or name in ("step", "best"):
-            raise InputError(f"run.save: {name!r} cannot be the name of a state: give another, without a dot")
-    states = {}
-    for name, part in stateful.items():
-        if missing := [method for method in ("state_dict", "load_state_dict") if not hasattr(part, method)]:
-            raise InputError(f"stateful[{name!r}], a {type(part).__name__}, has no {missing[0]}()")
-        states[name] = part.state_dict()
-        if not isinstance(states[name], dict) or not all(isinstance(key, str) for key in states[name]):
-            raise InputError(f"stateful[{name!r}]: state_dict() must return a dict with text as keys")
-    return states
 
 
 def _of_checkpoint(models: Models) -> dict[str, Any]:

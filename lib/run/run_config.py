@@ -1,6 +1,5 @@
-"""How a run was started, as config.json holds it: the script, its flags, digests of the script and of files that flags
-name. A resume compares this with the checkpoint's; a change that alters results needs --resume-override.
-"""
+"""How a run was started, as config.json holds it: the script, its flags, digests of the files that they name.
+A resume compares this with the checkpoint's; a change that alters results needs --resume-override."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 # keys of config.json that are not flags; "script" is compared like a flag
 NO_FLAGS = {"contents", "history", "start", "effective", "no_effect"}
-RANK_0_COUNTS = {"run_name", "config"}  # flags that may differ between ranks; the flags in a config may not
+RANK_0_COUNTS = {"run_name", "config"}  # flags that may differ between ranks
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "math-verify")
 ROOT, STANDARD_LIBRARY = Path(__file__).parents[2], sysconfig.get_path("stdlib")
 
@@ -43,8 +42,9 @@ def describe_run(args: DataclassInstance, script: Path) -> dict[str, Any]:
 
 
 def describe_start(args: DataclassInstance, script: Path, trains: bool) -> dict[str, tuple[str, str]]:
-    """{what: (text to show, what must be equal on all ranks)}: flags, code and packages; of files that flags name the
-    contents. A rank that does not train (`trains`) needs no files. Raises InputError for a file that cannot be read."""
+    """{what: (text to show, what must be equal on all ranks)}: flags, code, packages, contents of files.
+
+    A rank that does not train (`trains`) needs no files. Raises InputError for a file that cannot be read."""
     start = {"the script": (script.name, digest_of(str(script)))}
     files = _named_files(args)
     try:
@@ -65,25 +65,28 @@ def describe_start(args: DataclassInstance, script: Path, trains: bool) -> dict[
 
 
 def _loaded_code() -> Iterator[tuple[str, Path]]:
-    """(name, file) of plainrl's code, and of what else is imported that is neither a package nor Python's."""
-    code = [file for folder in ("lib", "agent", "planner", "rewards") for file in sorted((ROOT / folder).rglob("*.py"))]
+    """(name, file) of plainrl's code, and of imported modules that are neither packages nor Python's."""
+    folders = [ROOT / name for name in ("lib", "agent", "planner", "rewards")]
+    code = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     yield from ((str(file.relative_to(ROOT)), file) for file in code)
     for name, module in sorted(sys.modules.items()):
         file = Path(getattr(module, "__dict__", {}).get("__file__") or "")
-        installed = {"site-packages", "dist-packages"} & {*file.parts} or file.is_relative_to(STANDARD_LIBRARY)
-        if name != "__main__" and file.suffix == ".py" and file.is_file() and not installed and file not in code:
+        installed = {"site-packages", "dist-packages"} & {*file.parts}
+        known = installed or file.is_relative_to(STANDARD_LIBRARY) or file in code or name == "__main__"
+        if not known and file.suffix == ".py" and file.is_file():
             yield f"the module {name}", file
 
 
 def code_files(args: DataclassInstance, script: Path) -> dict[str, Path]:
     """{name in starts/n: path} of the script and of the Python files that flags name."""
-    paths = [Path(path).expanduser() for value in _named_files(args).values() for path, _ in _paths(value)]
-    code = dict.fromkeys(path for path in paths if path.suffix == ".py" and path.is_file())
-    return {script.name: script} | {f"code/{number}-{path.name}": path for number, path in enumerate(code, 1)}
+    named = [path for value in _named_files(args).values() for path, _ in _paths(value)]
+    paths = dict.fromkeys(Path(path).expanduser() for path in named if path.endswith(".py"))
+    code = enumerate(filter(Path.is_file, paths), 1)
+    return {script.name: script} | {f"code/{number}-{path.name}": path for number, path in code}
 
 
 def code_changes(checkpoint: Path, code: dict[str, Path]) -> str:
-    """A unified diff, without secrets, from the code of the start that wrote the checkpoint to `code` (code_files)."""
+    """A unified diff, without secrets, from the code that wrote the checkpoint to `code` (code_files)."""
     before = read_json(checkpoint / "config.json") or {}
     renamed = {next(iter(code)): before.get("script")}
     lines: list[str] = []
@@ -106,36 +109,37 @@ def _chosen(args: Any) -> Iterator[tuple[str, Any, tuple]]:
 
 
 def _with_engine(config: dict[str, Any]) -> dict[str, Any]:
-    """A run as config.json holds it, with the engine that it had: --rollout-engine auto differs between machines."""
+    """A run's config with the engine that it had: --rollout-engine auto differs between machines."""
     engine = config.get("effective", {}).get("rollout_engine")
     return config | {"rollout_engine": engine} if engine else config
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in the file; None if there is no file. Raises InputError if the file holds no object."""
+    """The object in the file; None if there is no file. Raises InputError if it holds no object."""
     if not file.exists():
         return None
     try:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
-        raise InputError(f"{file}: not a JSON object ({error}): fix it; without it flags are not compared") from error
+        advice = "fix it; without it flags are not compared"
+        raise InputError(f"{file}: not a JSON object ({error}): {advice}") from error
 
 
 def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, overrides: set[str]) -> dict[str, list]:
-    """{flag: [was, is]} for each flag that has changed since the checkpoint. Prints these, and flags that are new or
-    gone. now: describe_run of `args`, whose fields are marked with what a resume may change.
+    """{flag: [was, is]} of the flags that changed since the checkpoint. Prints them, and flags that are new or gone.
 
-    Raises InputError for a change that alters results and is not in `overrides`, or cannot be overridden.
-    """
-    files = (checkpoint / "config.json", checkpoint.parent.parent / "config.json")
-    before = next(filter(None, map(read_json, files)), None)
+    now: describe_run of `args`, whose fields are marked with what a resume may change. Raises InputError for a
+    change that alters results and is not in `overrides`, or cannot be overridden."""
+    before = read_json(checkpoint / "config.json")
     if before is None:
         print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
         return {}
     before, now = _with_engine(before), _with_engine(now)
-    not_compared = NO_FLAGS | marked(args, OnResume.NOT_COMPARED) | ({"train_files"} if now["val_only"] else set())
+    not_compared = NO_FLAGS | marked(args, OnResume.NOT_COMPARED)
+    if now["val_only"]:
+        not_compared |= {"train_files"}
     ours, theirs = (config.keys() - not_compared for config in (now, before))
-    changed = {flag: [before[flag], now[flag]] for flag in now if flag in ours & theirs and _differs(flag, before, now)}
+    changed = _changed(before, now, ours & theirs)
     may_change = marked(args, OnResume.MAY_CHANGE) | overrides
     if now["lr_schedule"] != "constant":  # the schedule ends with the last step
         may_change -= {"total_steps"} - overrides
@@ -158,17 +162,18 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
 
 
 def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
-    """Prints what has changed since the recording. Raises InputError for flags that it was sampled or scored with."""
+    """Prints what has changed since the recording. Raises InputError for flags that its samples depend on."""
     before, now = _with_engine(read_json(recording / "config.json") or {}), _with_engine(now)
     compared = before.keys() - NO_FLAGS - {"replay"} - marked(args, OnResume.NOT_COMPARED)
-    changed = {flag: [before[flag], now[flag]] for flag in now if flag in compared and _differs(flag, before, now)}
+    changed = _changed(before, now, compared)
     if refused := sorted(changed.keys() & marked(args, OnReplay.AS_RECORDED)):
         raise InputError(
-            f"--replay {recording}: {_changes(refused, changed)}. The recorded samples and scores depend on it: undo "
-            f"it (--config {recording}/config.json reads all flags), or sample again without --replay"
+            f"--replay {recording}: {_changes(refused, changed)}. The recorded samples and scores depend on it: "
+            f"undo it (--config {recording}/config.json reads all flags), or sample again without --replay"
         )
     note = f"; changed: {_changes(changed, changed)}" if changed else ", no flag has changed"
-    print(f"replay of {recording}: steps need no engine and no scorer; validation samples with hf{note}", flush=True)
+    needs = "steps need no engine and no scorer; validation samples with hf"
+    print(f"replay of {recording}: {needs}{note}", flush=True)
 
 
 def checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]:
@@ -182,13 +187,19 @@ def _never(flag: str, now: dict[str, Any]) -> str | None:
     """Why --resume-override cannot allow a change of the flag; None if it can."""
     if flag in ("lora_rank", "lora_target_modules", "freeze"):
         return "the checkpoint holds other weights"
-    if flag in ("num_mini_batches", "update_epochs") and (now["lr_schedule"] != "constant" or now["warmup_steps"]):
+    rate_changes = now["lr_schedule"] != "constant" or now["warmup_steps"]
+    if flag in ("num_mini_batches", "update_epochs") and rate_changes:
         return "the schedule of the learning rate counts updates"
     return None
 
 
+def _changed(before: dict[str, Any], now: dict[str, Any], flags: Collection[str]) -> dict[str, list]:
+    return {flag: [before[flag], now[flag]] for flag in now if flag in flags and _differs(flag, before, now)}
+
+
 def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    if flag == "rollout_engine" and all(config[flag] == "vllm" or "://" in config[flag] for config in (before, now)):
+    engines = before[flag], now[flag]
+    if flag == "rollout_engine" and all(engine == "vllm" or "://" in engine for engine in engines):
         return False  # vLLM draws the same samples here and on any server
     theirs, ours = (config.get("contents") or {} for config in (before, now))
     other = {name: theirs[name] != ours[name] for name in theirs.keys() & ours.keys()}
@@ -207,7 +218,8 @@ def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
         elif isinstance(was, dict):
             texts.append(f"a file of {_flag(flag)} holds something else")
         else:
-            texts.append(f"{_flag(flag)} {was} holds other {'code' if flag == 'script' else 'data'}")
+            kind = "code" if flag == "script" else "data"
+            texts.append(f"{_flag(flag)} {was} holds other {kind}")
     return ", ".join(texts)
 
 
@@ -228,13 +240,14 @@ def _flag(name: str) -> str:
 
 
 def digest_of(value: str | list[str]) -> str:
-    """A digest of what the paths in a flag's value hold, wherever they lie. If it is no path, of the value itself.
+    """A digest of what the paths in a flag's value hold, wherever they lie; or of the value, if it is no path.
 
     Of a file above 64 MiB it takes the size and only 64 blocks: other weights differ everywhere."""
     digest = hashlib.sha256()
     for path, function in _paths(value):
         files = _files_of(path)
-        digest.update(json.dumps([function, [file.name for file in files] if len(files) > 1 else []]).encode())
+        names = [file.name for file in files] if len(files) > 1 else []
+        digest.update(json.dumps([function, names]).encode())
         for file in files:
             size, block = file.stat().st_size, 2**16
             digest.update(str(size).encode())
@@ -248,8 +261,8 @@ def digest_of(value: str | list[str]) -> str:
 
 
 def _paths(value: str | list[str]) -> Iterator[tuple[str, str]]:
-    """(path, function) of all that a flag's value names: a path, search:FILE, path/to/file.py:function, the words of a
-    command or of "bash:FOLDER path/to/file.py:name"."""
+    """(path, function) of what a flag's value names: a path, search:FILE, path/to/file.py:function, the words of
+    a command or of "bash:FOLDER path/to/file.py:name"."""
     for text in [value] if isinstance(value, str) else value:
         for word in text.split() if " " in text and not Path(text).exists() else [text]:
             path, function = word.rsplit(":", 1) if ".py:" in word else (word, "")
