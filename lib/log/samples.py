@@ -13,13 +13,15 @@ OF_SOME = ("images", "tool_errors", "tool_rewards")  # lists that not every samp
 
 def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> list[dict[str, Any]]:
     """The rows of a scored batch for `Tracker.samples`: prompts and responses with their special tokens.
-    A row with images has their names in run_dir/images, where they are written. A multi-turn episode also has how it
-    ended, its turns (`turns_of`) and the errors of its tools."""
+
+    A row with images has their names in run_dir/images, where they are written. A multi-turn episode also has how
+    it ended, its turns (`turns_of`) and the errors of its tools."""
     tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
     scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
     scored = tensors["response_mask"].any(1).tolist()
     attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
-    rows, hashes, images, prompts = [], row_hashes(batch), keep_images(run_dir, batch), prompt_texts(batch, tokenizer)
+    hashes, images = row_hashes(batch), keep_images(run_dir, batch)
+    prompts, rows = prompt_texts(batch, tokenizer), []
     for i, own in enumerate(attended):
         row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
         shown = {
@@ -47,18 +49,20 @@ def prompt_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[s
     attended = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
     media = columns.get("multi_modal_data", [None] * len(prompts))
     with_media = "raw_prompt_ids" in columns  # these have one placeholder for each image
-    ids = [
-        columns["raw_prompt_ids"][i] if media[i] and with_media else row[attended[i]] for i, row in enumerate(prompts)
-    ]
-    return [tokenizer.decode(own) for own in ids]
+    texts = []
+    for i, prompt in enumerate(prompts):
+        ids = columns["raw_prompt_ids"][i] if media[i] and with_media else prompt[attended[i]]
+        texts.append(tokenizer.decode(ids))
+    return texts
 
 
 def turns_of(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Splits one row's response, without padding, into the parts that the policy wrote (`sampled` is 1) and those that
-    it was given. reward: what the turn got besides the score."""
+    """Splits one row's response, without padding, into what the policy wrote (`sampled` is 1) and what it was given.
+    reward: what the turn got besides the score."""
     lengths = sampled.unique_consecutive(return_counts=True)[1].tolist()
     turns = []
-    for ids, mask, given in zip(*(column.split(lengths) for column in (response, sampled, rewards))):
+    columns = (column.split(lengths) for column in (response, sampled, rewards))
+    for ids, mask, given in zip(*columns):
         by, text = "policy" if mask[0] else "environment", tokenizer.decode(ids)
         turns.append({"by": by, "text": text, "tokens": len(ids), "reward": float(given.sum())})
     return turns

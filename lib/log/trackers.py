@@ -1,6 +1,6 @@
 """Trackers of --track, which read their usual environment.
 
-accelerate.tracking has all of these, but it needs a PartialState, which picks devices and process groups of its own."""
+accelerate.tracking has them all, but needs a PartialState, which picks devices and process groups itself."""
 
 import os
 import re
@@ -18,12 +18,13 @@ from lib.cli.secrets import private_folder
 Table = list[dict[str, Any]]  # rows with the same keys
 PROJECT = "plainrl"  # of a tracker whose own variable does not name one
 TABLE_TEXT = 4000  # characters of a text in a table
-MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}  # else it takes 20 minutes
+# without these it waits 20 minutes for a server that does not answer
+MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 
 
 @dataclass
 class External:
-    """A tracker whose package has log and finish. resume_step: of the loaded checkpoint; 0 starts a new run there."""
+    """A tracker whose package has log and finish. resume_step: of the loaded checkpoint; 0: a new run."""
 
     package: Any
     run_dir: Path
@@ -31,7 +32,7 @@ class External:
     config: dict[str, Any]
     resume_step: int
     module: ClassVar[str]
-    project: ClassVar[str] = ""  # the variable that names it
+    project_variable: ClassVar[str] = ""
     offline: ClassVar[str] = ""
 
     def open(self) -> None:
@@ -50,8 +51,12 @@ class External:
         """What wandb and swanlab call alike."""
         if not (self.resume_step and self.id_file.exists()):
             self.id_file.write_text(secrets.token_hex(4))
-        settings = {"project": os.environ.get(self.project, PROJECT), "name": self.name, "config": self.config}
+        settings = {"project": self.project, "name": self.name, "config": self.config}
         return settings | {"id": self.id_file.read_text(), "resume": "allow"}
+
+    @property
+    def project(self) -> str:
+        return os.environ.get(self.project_variable, PROJECT)
 
     @property
     def id_file(self) -> Path:
@@ -59,13 +64,13 @@ class External:
 
     @property
     def folder(self) -> Path:
-        return private_folder(self.run_dir / self.module.rpartition(".")[2])  # what was printed may be there, too
+        return private_folder(self.run_dir / self.module.rpartition(".")[2])  # it may hold what was printed
 
 
 class Wandb(External):
     """It drops rows whose step goes back, so the step is a logged value."""
 
-    module, project = "wandb", "WANDB_PROJECT"
+    module, project_variable = "wandb", "WANDB_PROJECT"
     offline = " (or WANDB_MODE=offline, and `wandb sync` later)"
 
     def open(self) -> None:
@@ -81,13 +86,13 @@ class Wandb(External):
         columns, rows = [*table[0]], cells(table)
         if "images" in columns:
             for row, sample in zip(rows, table):
-                images = [self.package.Image(str(self.run_dir / "images" / file)) for file in sample["images"] or ()]
-                row[columns.index("images")] = images or None
+                files = [self.run_dir / "images" / name for name in sample["images"] or ()]
+                row[columns.index("images")] = [self.package.Image(str(file)) for file in files] or None
         self.package.log({name: self.package.Table(columns, rows), "step": step})
 
 
 class Swanlab(External):
-    module, project = "swanlab", "SWANLAB_PROJ_NAME"
+    module, project_variable = "swanlab", "SWANLAB_PROJ_NAME"
     offline = " (or SWANLAB_MODE=offline, and `swanlab sync` later)"
 
     def open(self) -> None:
@@ -98,24 +103,22 @@ class Swanlab(External):
 
 
 class Trackio(External):
-    module, project = "trackio", "TRACKIO_PROJECT"
+    module, project_variable = "trackio", "TRACKIO_PROJECT"
 
     def open(self) -> None:
         resume = "allow" if self.resume_step else "never"
-        self.package.init(
-            os.environ.get(self.project, PROJECT), self.name, config=self.config, resume=resume, embed=False
-        )
+        self.package.init(self.project, self.name, config=self.config, resume=resume, embed=False)
 
     def show(self, name: str, table: Table, step: int) -> None:
         self.package.log({name: self.package.Table([*table[0]], cells(table))}, step)
 
 
 class Mlflow(External):
-    module, project = "mlflow", "MLFLOW_EXPERIMENT_NAME"
+    module, project_variable = "mlflow", "MLFLOW_EXPERIMENT_NAME"
 
     def open(self) -> None:
         os.environ.update(MLFLOW_WAITS | os.environ)
-        self.package.set_experiment(os.environ.get(self.project, PROJECT))
+        self.package.set_experiment(self.project)
         if self.resume_step and self.id_file.exists():
             self.package.start_run(run_id=self.id_file.read_text())  # whose parameters cannot change
         else:
@@ -147,11 +150,11 @@ class Tensorboard(External):
         self.writer.close()
 
 
-KINDS = {"wandb": Wandb, "tensorboard": Tensorboard, "trackio": Trackio, "mlflow": Mlflow, "swanlab": Swanlab}
+KINDS = {kind.__name__.lower(): kind for kind in (Wandb, Tensorboard, Trackio, Mlflow, Swanlab)}
 
 
 def open_tracker(name: str, run_dir: Path, title: str, config: dict[str, Any], resume_step: int) -> External:
-    """Raises InputError if the tracker is unknown or not installed, or has no login or no network."""
+    """Raises InputError for a tracker that is unknown, not installed, or has no login or no network."""
     if name not in KINDS:
         raise InputError(f"--track {name}: unknown; choose from {', '.join(KINDS)}")
     try:
@@ -162,7 +165,7 @@ def open_tracker(name: str, run_dir: Path, title: str, config: dict[str, Any], r
         tracker = KINDS[name](package, run_dir, title, config, resume_step)
         tracker.open()
         return tracker
-    except Exception as error:  # no login, no network, no disk: each tracker has exceptions of its own
+    except Exception as error:  # each tracker has exceptions of its own
         raise InputError(f"--track {name}: {first_line(error)}{KINDS[name].offline}") from error
 
 
@@ -183,7 +186,8 @@ def cells(table: Table) -> list[list]:
 def markdown(table: Table) -> str:
     """Each text as a block of code, so that it stays as it is."""
     texts = [(name, str(cell(value))) for row in table for name, value in row.items()]
-    return "\n\n".join(f"{name}\n\n" + textwrap.indent(text, "    ", lambda _: True) for name, text in texts)
+    blocks = [f"{name}\n\n" + textwrap.indent(text, "    ", lambda _: True) for name, text in texts]
+    return "\n\n".join(blocks)
 
 
 def cell(value: Any) -> str | float | None:

@@ -1,7 +1,7 @@
-"""The logs of a run, which rank 0 writes: always metrics.jsonl, samples.jsonl, a console line per step and curve.png;
-on request also trackers (lib/log/trackers.py).
+"""The logs of a run, which rank 0 writes: metrics.jsonl, samples.jsonl, a console line per step, curve.png, and
+the trackers of --track.
 
-metrics.jsonl is the record: floats are exact, and each line is written at once. NaN is not valid JSON, so it becomes
+metrics.jsonl is the record: floats are exact, and each line is written at once. NaN is not valid JSON: it becomes
 null, and "nonfinite" has its key and value."""
 
 import json
@@ -32,6 +32,7 @@ NUMBERS = {"reward/mean": "reward {:.3f}", "response_length/mean": "length {:.0f
 SPEED = {"perf/tokens_per_s": "{:,.0f} tok/s"}
 SPEED_OF_GPUS = {"perf/tokens_per_s_per_device": "{:,.0f} tok/s/GPU", "perf/mfu": "MFU {:.0%}"}
 TABLE_ROWS = 8  # of a tracker's table of samples
+VALIDATION_COLORS = [f"tab:{name}" for name in ("orange", "red", "purple", "brown", "pink", "gray")]
 PROMPT, RESPONSE, ERROR = 40, 60, 80  # characters of a sample's texts in the console
 SHOWN_LINES = 3  # names of images, and errors, of a sample in the console
 
@@ -42,13 +43,11 @@ class Tracker:
     Args:
         run_dir: made if missing. Lines are added to its metrics.jsonl and samples.jsonl.
         name: the run's name in the trackers and over the curve; None: run_dir's name.
-        trackers: names of --track. One that fails after the start gets nothing more; a line says so, then and at the
-            end.
-        resume_step: the step of the loaded checkpoint. Trackers continue their run; with 0, they start one.
+        trackers: names of --track. One that fails later gets nothing more; a line says so, then and at the end.
+        resume_step: the step of the loaded checkpoint; 0: trackers start a new run.
         on_gpu: the console shows the speed of a GPU and its MFU, not the speed of all ranks.
 
-    Raises InputError if a tracker is unknown or not installed, or has no login or no network.
-    """
+    Raises InputError if a tracker is unknown or not installed, or has no login or no network."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Tracker:
         self.name = name or self.run_dir.resolve().name
         self.run_dir.mkdir(parents=True, exist_ok=True)
         about = self.run_dir, self.name, dict(config), resume_step
-        self.trackers = {tracker: open_tracker(tracker, *about) for tracker in dict.fromkeys(trackers)}
+        self.trackers = {tracker: open_tracker(tracker, *about) for tracker in trackers}
         self.failed: list[str] = []  # what is said of trackers that were given up
         (self.run_dir / "metrics.jsonl").touch()
         private(self.run_dir / "samples.jsonl")  # tools may have shown secrets
@@ -83,54 +82,60 @@ class Tracker:
         """Writes one line of metrics.jsonl. A step may have several (training, then validation)."""
         if not self.enabled:
             return
+        values: dict[str, float] = {}
         for key, value in metrics.items():
             check_number(key, value)
-        values = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
+            values[key] = value.item() if hasattr(value, "item") else value
         nonfinite = {key: str(value) for key, value in values.items() if not math.isfinite(value)}
-        self.latest = step, (self.latest[1] if step == self.latest[0] else {}) | values
-        finite = {key: None if key in nonfinite else value for key, value in values.items()}
-        parts: list[dict[str, Any]] = [{"step": step}, finite, {"nonfinite": nonfinite} if nonfinite else {}]
-        row = merge_metrics(parts)
+        logged, latest = self.latest
+        self.latest = step, (latest if step == logged else {}) | values
+        row: dict[str, Any] = {key: None if key in nonfinite else value for key, value in values.items()}
+        row = merge_metrics([{"step": step}, row, {"nonfinite": nonfinite} if nonfinite else {}])
         path = self.run_dir / "metrics.jsonl"
         with writes_to(path, f"the row of step {step} was not written"), path.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         self._to_trackers(lambda tracker: tracker.log(values, step), f"step {step}")
-        print(" | ".join(self._line(values, nonfinite, step)), flush=True)
+        self._print_line(values, nonfinite, step)
         self.undrawn |= "reward/mean" in values
         if self.undrawn and _validated(values):
             self.curve()
 
-    def _line(self, values: Mapping[str, float], nonfinite: Mapping[str, str], step: int) -> list[str]:
-        """What the console shows of a step."""
-        numbers = [shape.format(values[key]) for key, shape in self.numbers.items() if key in values]
+    def _print_line(self, values: dict[str, float], nonfinite: dict[str, str], step: int) -> None:
+        line = [f"step {step}/{self.total_steps}"]
+        line += [shape.format(values[key]) for key, shape in self.numbers.items() if key in values]
         done = step - self.resume_step
-        if numbers and done > 0:
+        if len(line) > 1 and done > 0:
             seconds = (time.monotonic() - self.started) / done * (self.total_steps - step)
-            numbers.append(f"eta {timedelta(seconds=round(seconds))}")
-        validation = [f"{key} {values[key]:.3f}" for key in _validated(values)]
-        not_numbers = [f"{key} is {value}" for key, value in nonfinite.items()]
-        return [f"step {step}/{self.total_steps}", *numbers, *validation, *not_numbers, *alerts_of_step(values)]
+            line.append(f"eta {timedelta(seconds=round(seconds))}")
+        line += [f"{key} {values[key]:.3f}" for key in _validated(values)]
+        line += [f"{key} is {value}" for key, value in nonfinite.items()]
+        print(" | ".join(line + alerts_of_step(values)), flush=True)
 
     def reread(self, step: int) -> None:
         """Makes `latest` what metrics.jsonl has of the step."""
-        rows = (row for row in _rows(self.run_dir / "metrics.jsonl") if row.pop("step") == step)
-        self.latest = step, {key: value for row in rows for key, value in row.items() if key != "nonfinite"}
+        self.latest = step, {}
+        for row in _rows(self.run_dir / "metrics.jsonl"):
+            if row.pop("step") == step:
+                row.pop("nonfinite", None)
+                self.latest[1].update(row)
 
     def samples(self, rows: Sequence[Mapping[str, Any]], step: int, show: int = 3) -> None:
-        """Appends rows (prompt, response, score, ...) to samples.jsonl; `report` prints the first few of the last."""
+        """Appends rows (prompt, response, score, ...) to samples.jsonl. `report` prints the first of the last."""
         if not self.enabled:
             return
-        path, message = self.run_dir / "samples.jsonl", f"the samples of step {step} were not written"
-        lines = [json.dumps({"step": step} | dict(row), ensure_ascii=False, default=str) + "\n" for row in rows]
-        with writes_to(path, message), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(lines)
+        path = self.run_dir / "samples.jsonl"
+        lines = [json.dumps({"step": step, **row}, ensure_ascii=False, default=str) for row in rows]
+        text = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+        with writes_to(path, f"the samples of step {step} were not written"), path.open("ab") as file:
+            file.write(text)
         self._show("samples/validation", rows, step)
         self.last_samples = [*rows[:show]], step
 
     def training_samples(self, batch: DataProto, tokenizer: PreTrainedTokenizerBase, step: int) -> None:
         """Shows the first rows of a scored batch in the trackers."""
         if self.enabled and self.trackers:
-            self._show("samples/training", sample_rows(batch[:TABLE_ROWS], tokenizer, self.run_dir), step)
+            rows = sample_rows(batch[:TABLE_ROWS], tokenizer, self.run_dir)
+            self._show("samples/training", rows, step)
 
     def _show(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         rows = rows[:TABLE_ROWS]
@@ -140,7 +145,7 @@ class Tracker:
         self._to_trackers(lambda tracker: tracker.show(name, table, step), f"{name} of step {step}")
 
     def _to_trackers(self, act: Callable[[Any], None], what: str) -> None:
-        """Calls act for each tracker. metrics.jsonl has everything, so the run goes on without one that raises."""
+        """Calls act for each tracker. One that raises is left out; metrics.jsonl has everything."""
         for name, tracker in [*self.trackers.items()]:
             try:
                 act(tracker)
@@ -161,12 +166,13 @@ class Tracker:
     def notes(self) -> None:
         """Prints what went wrong in how many steps."""
         if self.enabled:
-            for text in [*self.failed, *(alert.text for alert in alerts_of_run(_rows(self.run_dir / "metrics.jsonl")))]:
+            alerts = alerts_of_run(_rows(self.run_dir / "metrics.jsonl"))
+            for text in (*self.failed, *(alert.text for alert in alerts)):
                 print(f"note: {text}", flush=True)
 
     def report(self, of_training: bool = True) -> None:
-        """Prints samples of the last validation, and how to see them all. of_training: also `notes`, the validation
-        scores of the start model and the last one, and where the files are."""
+        """Prints samples of the last validation, and the command of the page. of_training: also `notes`, the
+        validation scores of the start model and the last one, and where the files are."""
         if not self.enabled:
             return
         self._print_samples(*self.last_samples)
@@ -179,16 +185,18 @@ class Tracker:
                 after = [f"{values[step]:.3f} after step {step}" for step in [*values][-1:]]
                 print(f"{key}: {', '.join(before + after)}", flush=True)
             print(f"curve: {self.run_dir / 'curve.png'}, everything else: {self.run_dir}/", flush=True)
-        print(f"page of curves and samples: python -m tools.page {shlex.quote(str(self.run_dir))}", flush=True)
+        command = f"python -m tools.page {shlex.quote(str(self.run_dir))}"
+        print(f"page of curves and samples: {command}", flush=True)
 
     def _print_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         if rows:
             print(f"samples of step {step} (score, prompt, response):")
         for number, row in enumerate(rows, 1):
             score = "none" if row["score"] is None else f"{row['score']:.3g}"
-            print(f"{score:>6}  {_short(row['prompt'], PROMPT):{PROMPT}}  {_short(row['response'], RESPONSE)}")
-            if images := row.get("images"):
-                print(f"images of sample {number}: {self.run_dir / 'images'}/{', '.join(images[:SHOWN_LINES])}")
+            prompt, response = _short(row["prompt"], PROMPT), _short(row["response"], RESPONSE)
+            print(f"{score:>6}  {prompt:{PROMPT}}  {response}")
+            if images := ", ".join((row.get("images") or [])[:SHOWN_LINES]):
+                print(f"images of sample {number}: {self.run_dir / 'images'}/{images}")
             for error in (row.get("tool_errors") or [])[:SHOWN_LINES]:
                 print(f"tool error of sample {number}: {_short(error, ERROR)}")
 
@@ -202,7 +210,7 @@ class Tracker:
 
 
 def _short(text: str, width: int) -> str:
-    """The head and tail of `text`, without line breaks and control characters, in the console's encoding."""
+    """The head and tail of `text`, without control characters, in the console's encoding."""
     text = "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
     if len(text) > width:
         text = f"{text[: width // 2 - 2]} … {text[-(width // 2 - 1) :]}"
@@ -211,13 +219,13 @@ def _short(text: str, width: int) -> str:
 
 
 def _validated(metrics: Mapping[str, Any]) -> list[str]:
-    """For each data source the key that has a confidence interval: of its accuracy or, without one, its mean score."""
+    """The key of each data source that has a confidence interval: its accuracy, or else its mean score."""
     return [key for key in metrics if key.startswith("val/") and f"{key}/ci_low" in metrics]
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any] | None]:
-    """The rows of metrics.jsonl or samples.jsonl; None for a torn last line. Raises InputError for a line that is no
-    JSON object with a step."""
+    """The rows of metrics.jsonl or samples.jsonl; None for a torn last line. Raises InputError for a line that is
+    no JSON object with a step."""
     if not file.exists():
         return
     with file.open("rb") as lines:
@@ -240,8 +248,8 @@ def _rows(metrics_file: Path) -> list[dict[str, Any]]:
 
 
 def plot_curve(metrics_file: Path, path: str | Path, title: str) -> None:
-    """Plots over steps the train reward (raw and smoothed), validation with its interval, and mean response length."""
-    from matplotlib.figure import Figure  # its import takes a second, which the start of a run can do without
+    """Plots train reward (raw and smoothed), validation with its interval, and mean response length."""
+    from matplotlib.figure import Figure  # not at the start of a run: it takes a second
 
     rows = _rows(metrics_file)
 
@@ -263,7 +271,7 @@ def plot_curve(metrics_file: Path, path: str | Path, title: str) -> None:
             axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
             axes.plot(steps, _smooth(values), color=color, linewidth=2, label=label)
     keys = dict.fromkeys(key for row in rows for key in _validated(row))
-    for key, color in zip(keys, ("tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")):
+    for key, color in zip(keys, VALIDATION_COLORS):
         left.plot(*series(key), color=color, marker="o", markersize=4, linewidth=1.5, label=key)
         (steps, low), (_, high) = series(f"{key}/ci_low"), series(f"{key}/ci_high")
         left.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)

@@ -106,10 +106,12 @@ def save_checkpoint(
                 _remove(leftover)
             tmp.mkdir()
 
-    def write_shards() -> dict[str, str]:
+    def write_own() -> None:
         tmp.mkdir(parents=True, exist_ok=True)  # on a disk that is not shared; `seal` reports it
         torch.save(rng_state, tmp / f"rng_{rank:05d}.pt")
         _fsync(tmp / f"rng_{rank:05d}.pt")
+
+    def write_shards() -> dict[str, str]:  # a collective, which no rank may miss
         dcp.save(state, checkpoint_id=tmp, process_group=group, no_dist=world_size == 1)
         return {file.name: file_hash(file) for file in tmp.glob(f"__{rank}_*")}
 
@@ -132,6 +134,7 @@ def save_checkpoint(
     def write() -> Path:
         try:
             _on_all_ranks(make_folder, group)
+            _on_all_ranks(write_own, group)
             for of_rank in _on_all_ranks(write_shards, group):
                 hashes.update(of_rank)
             _on_all_ranks(seal, group)

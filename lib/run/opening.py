@@ -1,4 +1,4 @@
-"""The start of a run: locks its folder, finds the checkpoint to go on from, compares its flags, opens the logs."""
+"""The start of a run: locks its folder, finds its checkpoint, compares the flags, opens the logs."""
 
 import os
 import secrets
@@ -32,14 +32,12 @@ MOST_LINES = 40  # of the code's changes, on the screen
 
 
 def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
-    """Locks the run's folder, finds the checkpoint to resume from, opens its logs; before a model loads. A collective.
+    """Opens the run of these flags before a model loads. With val_only it is not changed. A collective.
 
-    `args` are the script's flags; `script` is its `__file__`. With val_only the run itself is not changed.
-    effective: the values of flags that were left to the run (setup.effective_settings), for config.json.
+    script: the script's `__file__`. effective: values of flags that were left to the run, for config.json.
 
-    Raises InputError (on every rank) if another process has the folder, the folder holds steps that would be
-    overwritten, there is no such checkpoint, it had other flags, or a tracker is missing or not logged in.
-    """
+    Raises InputError, on every rank, if another process has the folder, steps would be overwritten, there is no
+    such checkpoint, it had other flags, or a tracker is missing or not logged in."""
     models = {"--model": args.model.model, "--critic-model": args.critic_model}
     for flag, path in (models | {"--reward-model": args.reward.reward_model}).items():
         if path:  # a URL is compared by what is there
@@ -52,8 +50,8 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
         distributed.on_early_end(run.end_early)
 
     def open_here() -> tuple[Path | None, int, bool]:
-        with writes_to(folder, "the run was not opened"), ExitStack() as locks:  # a refused start releases its locks
-            _lock(folder, "--run-name", locks)  # before anything is looked at, which another start may change
+        with writes_to(folder, "the run was not opened"), ExitStack() as locks:  # released if it is refused
+            _lock(folder, "--run-name", locks)  # first: another start may change what is there
             if args.run.record:
                 _claim_recording(Path(args.run.record), folder, args.run.resume, locks)
             opened = _open(run, args, Path(script), effective or {})
@@ -68,14 +66,16 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
     elif args.run.replay:
         run.recorder = Replayer(Path(args.run.replay), world)
     if world.rank == 0 and world.device.type != "cpu" and run.peak_tflops is None:
-        print(f"no MFU: lib/log/throughput.py has no peak of {distributed.device_name(world.device)}", flush=True)
+        device = distributed.device_name(world.device)
+        print(f"no MFU: lib/log/throughput.py has no peak of {device}", flush=True)
     distributed.note_waits_in(folder / "waits.txt")
     return run
 
 
 def default_name(script: str, seed: int) -> str:
-    """A name that no other run has: a sweep starts several in the same second, on several hosts that share a disk."""
-    return f"{Path(script).stem}-s{seed}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    """A name that no other run has: a sweep starts several in the same second, on hosts that share a disk."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return f"{Path(script).stem}-s{seed}-{now}-{secrets.token_hex(4)}"
 
 
 def _lock(folder: Path, flag: str, locks: ExitStack) -> None:
@@ -84,7 +84,7 @@ def _lock(folder: Path, flag: str, locks: ExitStack) -> None:
 
 
 def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStack) -> None:
-    """Raises InputError unless the folder is new or empty, or the run that it was recorded by is resumed."""
+    """Raises InputError unless the folder is new or empty, or its own run is resumed."""
     others = InputError(f"--record {recording}: the folder contains other files: give a new one")
     if recording.resolve() == folder.resolve():
         raise others
@@ -112,19 +112,23 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
         changed = run_config.compare(checkpoint, run.config, args, overrides)
     if args.run.replay:
         run_config.compare_recording(Path(args.run.replay), run.config, args)
-        check_recorded(Path(args.run.replay), range(step + 1, args.run.total_steps + 1), run.world.size)
+        steps = range(step + 1, args.run.total_steps + 1)
+        check_recorded(Path(args.run.replay), steps, run.world.size)
 
     came_from, new_data = None, bool(changed.keys() & marked(args, Names.ROWS))
     if checkpoint is not None:
         run.own = own_path(checkpoint, run.folder) is not None
         came_from = checkpoint.name if run.own else str(checkpoint.resolve())
-        print(f"resumed from {came_from}" + (", with training data from the first row" * new_data), flush=True)
+        how = ", with training data from the first row" if new_data else ""
+        print(f"resumed from {came_from}{how}", flush=True)
         if step >= args.run.total_steps and not val_only:
-            print(f"{came_from}: step {step} of {args.run.total_steps}, nothing is left to train", flush=True)
+            left = f"step {step} of {args.run.total_steps}, nothing is left to train"
+            print(f"{came_from}: {left}", flush=True)
     elif args.run.resume == "auto":
         print("no checkpoint yet, starting from scratch", flush=True)
     if effective:
-        print(f"in effect: {', '.join(f'{as_flag(name)} {value}' for name, value in effective.items())}", flush=True)
+        values = [f"{as_flag(name)} {value}" for name, value in effective.items()]
+        print(f"in effect: {', '.join(values)}", flush=True)
 
     logs, title, history = run.folder, run.name, []
     if val_only:
@@ -145,7 +149,7 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
         on_gpu=run.world.device.type != "cpu",
     )
     write_start(starts, code, run.command, changed_flags(args), changes)
-    if not has_steps(logs):  # else the config of these steps stays until the checkpoint has been loaded
+    if not has_steps(logs):  # else their config stays until the checkpoint is loaded
         write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data
 

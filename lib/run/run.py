@@ -134,7 +134,8 @@ class Run:
             return
         step = self.step
         self._stop_if_reached(step)  # by the start model, or by the run that is resumed
-        self._new_best(step)  # an error if --keep-best names no metric
+        if self.args.keep_best:
+            self._new_best(step)  # raises InputError if it names no metric
         while step < self.last_step:
             step += 1
             distributed.start_step(step)
