@@ -52,6 +52,7 @@ from lib.manifest import MANIFEST, entry, file_hash, why_altered, why_incomplete
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LambdaLR]
 T = TypeVar("T")
+NEEDED = ("trainer.json", ".metadata")  # files of a complete checkpoint
 
 
 def save_checkpoint(
@@ -95,7 +96,7 @@ def save_checkpoint(
     }
     trainer_json, config_json = (json.dumps(value, indent=1) for value in (trainer, config))
     group = _background_group(dist.group.WORLD)
-    state, rng_state = _copy_to_cpu(_state_to_save(models)), _rng_state()
+    state, rng_state = _copy_to_cpu(models), _rng_state()
     batches = (batches or {}) if rank == 0 else {}
     copies = {name: batch[np.arange(len(batch))] for name, batch in batches.items()}
 
@@ -151,11 +152,11 @@ def save_checkpoint(
     return saving
 
 
-def _copy_to_cpu(state: dict[str, Any]) -> Any:
+def _copy_to_cpu(models: Models) -> Any:
     """Copies from a GPU go into pinned memory, which is several times faster."""
-    on_gpu = any(weight.device.type != "cpu" for part in state.values() for weight in part["model"].values())
+    on_gpu = any(next(module.parameters()).device.type != "cpu" for module, _ in models.values())
     stager = _kept_stager() if on_gpu and torch.__version__ >= "2.13" else _stager(pinned=on_gpu)
-    return stager.stage(state)
+    return stager.stage(_state_to_save(models))
 
 
 def _stager(pinned: bool) -> DefaultStager:
@@ -360,12 +361,7 @@ def step_folders(checkpoint_dir: Path) -> list[Path]:
 
 def why_torn(folder: Path) -> str | None:
     """Why the checkpoint's files are not those of its manifest. Reads them all, once in a process."""
-    return _why_incomplete(folder) or _why_altered(folder, (folder / MANIFEST).stat().st_mtime_ns)
-
-
-def _why_incomplete(folder: Path) -> str | None:
-    """The part of why_torn that does not read the files."""
-    return why_incomplete(folder, needed=("trainer.json", ".metadata"))
+    return why_incomplete(folder, NEEDED) or _why_altered(folder, (folder / MANIFEST).stat().st_mtime_ns)
 
 
 @cache
@@ -404,7 +400,7 @@ def _rotate(newest: Path, keep: int, best: int | None) -> None:
         return
     folders = step_folders(newest.parent)
     older = folders[: folders.index(newest)]
-    kept = [folder for folder in reversed(older) if _why_incomplete(folder) is None][: keep - 1]
+    kept = [folder for folder in reversed(older) if why_incomplete(folder, NEEDED) is None][: keep - 1]
     kept += [folder for folder in older if int(folder.name.removeprefix("step_")) == best]
     for folder in older:
         if folder not in kept:  # renamed first: a kill must not leave half a checkpoint

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import platform
 import re
 import shlex
@@ -146,19 +147,20 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
     refused = [flag for flag in changed if flag not in may_change]
     if refused:
         raise InputError(
-            f"{checkpoint} belongs to another run: {_changes(refused, changed)}. Undo it, set another --run-name "
+            f"{checkpoint} belongs to another run: {_joined(changed, refused)}. Undo it, set another --run-name "
             f"without --resume, or allow it with --resume-override {' '.join(refused)}"
         )
     for flag in changed:
         if why := _never(flag, now):
-            raise InputError(f"{_changes([flag], changed)}: {why}, so it needs a new run")
-    new = [f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs]
-    gone = [f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours)]
-    titles = ("changed", "not known to the checkpoint", f"not known to {now['script']}")
-    for title, text in zip(titles, (_changes(changed, changed), ", ".join(new), ", ".join(gone))):
+            raise InputError(f"{_joined(changed, [flag])}: {why}, so it needs a new run")
+    new = ", ".join(f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs)
+    gone = ", ".join(f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours))
+    notes = {"changed": _joined(changed, changed), "not known to the checkpoint": new}
+    notes[f"not known to {now['script']}"] = gone
+    for title, text in notes.items():
         if text:
             print(f"{title}: {text}", flush=True)
-    return changed
+    return {flag: [before[flag], now[flag]] for flag in changed}
 
 
 def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
@@ -168,10 +170,10 @@ def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInsta
     changed = _changed(before, now, compared)
     if refused := sorted(changed.keys() & marked(args, OnReplay.AS_RECORDED)):
         raise InputError(
-            f"--replay {recording}: {_changes(refused, changed)}. The recorded samples and scores depend on it: "
+            f"--replay {recording}: {_joined(changed, refused)}. The recorded samples and scores depend on it: "
             f"undo it (--config {recording}/config.json reads all flags), or sample again without --replay"
         )
-    note = f"; changed: {_changes(changed, changed)}" if changed else ", no flag has changed"
+    note = f"; changed: {_joined(changed, changed)}" if changed else ", no flag has changed"
     needs = "steps need no engine and no scorer; validation samples with hf"
     print(f"replay of {recording}: {needs}{note}", flush=True)
 
@@ -193,46 +195,40 @@ def _never(flag: str, now: dict[str, Any]) -> str | None:
     return None
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any], flags: Collection[str]) -> dict[str, list]:
-    return {flag: [before[flag], now[flag]] for flag in now if flag in flags and _differs(flag, before, now)}
+def _changed(before: dict[str, Any], now: dict[str, Any], flags: Collection[str]) -> dict[str, list[str]]:
+    """{flag: how it, or what its files hold, differs}, of the flags that do."""
+    found = {flag: _differences(flag, before, now) for flag in now if flag in flags}
+    return {flag: texts for flag, texts in found.items() if texts}
 
 
-def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    engines = before[flag], now[flag]
-    if flag == "rollout_engine" and all(engine == "vllm" or "://" in engine for engine in engines):
-        return False  # vLLM draws the same samples here and on any server
-    theirs, ours = (config.get("contents") or {} for config in (before, now))
-    other = {name: theirs[name] != ours[name] for name in theirs.keys() & ours.keys()}
-    if flag in other:
-        return other[flag]
-    if any(differs for name, differs in other.items() if name.startswith(f"{flag}.")):
-        return True
-    return before[flag] != now[flag]
-
-
-def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
+def _differences(flag: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A text for the flag, or for each of its settings, whose value or contents differ."""
     texts = []
-    for flag, was, is_now in _leaves(flags, changed):
-        if was != is_now:
-            texts.append(f"{_flag(flag)} was {was}, is {is_now}")
-        elif isinstance(was, dict):
-            texts.append(f"a file of {_flag(flag)} holds something else")
-        else:
-            kind = "code" if flag == "script" else "data"
-            texts.append(f"{_flag(flag)} {was} holds other {kind}")
-    return ", ".join(texts)
+    was, is_now = _flat({flag: before[flag]}), _flat({flag: now[flag]})
+    for name in was | is_now:
+        values: Any = was.get(name), is_now.get(name)
+        digests = [(config.get("contents") or {}).get(name) for config in (before, now)]
+        if name == "rollout_engine" and all(re.fullmatch("vllm|.*://.*", engine) for engine in values):
+            continue  # vLLM draws the same samples here and on any server
+        if all(digests) and digests[0] == digests[1]:
+            continue  # the same files, perhaps at another place
+        if values[0] != values[1]:
+            texts.append(f"{_flag(name)} was {values[0]}, is {values[1]}")
+        elif all(digests):
+            texts.append(f"{_flag(name)} {values[1]} holds other {'code' if name == 'script' else 'data'}")
+    return texts
 
 
-def _leaves(flags: Iterable[str], changed: dict[str, list]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (flag, was, is now). Of a flag with several settings only those that differ."""
-    for flag in flags:
-        was, is_now = changed[flag]
-        if was != is_now and isinstance(was, dict) and isinstance(is_now, dict):
-            inner = {name: [was.get(name), is_now.get(name)] for name in was | is_now}
-            differ = [name for name, (before, now) in inner.items() if before != now]
-            yield from ((f"{flag}.{name}", *rest) for name, *rest in _leaves(differ, inner))
-        else:
-            yield flag, was, is_now
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their whole names, such as multi_turn.tools."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _joined(changed: dict[str, list[str]], flags: Iterable[str]) -> str:
+    return ", ".join(text for flag in flags for text in changed[flag])
 
 
 def _flag(name: str) -> str:
@@ -264,7 +260,8 @@ def _paths(value: str | list[str]) -> Iterator[tuple[str, str]]:
     """(path, function) of what a flag's value names: a path, search:FILE, path/to/file.py:function, the words of
     a command or of "bash:FOLDER path/to/file.py:name"."""
     for text in [value] if isinstance(value, str) else value:
-        for word in text.split() if " " in text and not Path(text).exists() else [text]:
+        is_path = os.path.exists(text)  # noqa: PTH110  Path.exists raises OSError for a long text
+        for word in [text] if is_path else text.split(" "):
             path, function = word.rsplit(":", 1) if ".py:" in word else (word, "")
             yield re.sub("^(search|gym|bash):", "", path), function
 
