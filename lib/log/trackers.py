@@ -35,9 +35,6 @@ class External:
     project_variable: ClassVar[str] = ""
     offline: ClassVar[str] = ""
 
-    def open(self) -> None:
-        raise NotImplementedError
-
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.package.log({**values}, step)
 
@@ -73,7 +70,7 @@ class Wandb(External):
     module, project_variable = "wandb", "WANDB_PROJECT"
     offline = " (or WANDB_MODE=offline, and `wandb sync` later)"
 
-    def open(self) -> None:
+    def __post_init__(self) -> None:
         private_folder(self.run_dir / "wandb")
         self.package.init(dir=self.run_dir, **self.settings())
         self.package.define_metric("*", step_metric="step")
@@ -95,7 +92,7 @@ class Swanlab(External):
     module, project_variable = "swanlab", "SWANLAB_PROJ_NAME"
     offline = " (or SWANLAB_MODE=offline, and `swanlab sync` later)"
 
-    def open(self) -> None:
+    def __post_init__(self) -> None:
         self.package.init(log_dir=self.folder, **self.settings())
 
     def show(self, name: str, table: Table, step: int) -> None:
@@ -105,7 +102,7 @@ class Swanlab(External):
 class Trackio(External):
     module, project_variable = "trackio", "TRACKIO_PROJECT"
 
-    def open(self) -> None:
+    def __post_init__(self) -> None:
         resume = "allow" if self.resume_step else "never"
         self.package.init(self.project, self.name, config=self.config, resume=resume, embed=False)
 
@@ -116,7 +113,7 @@ class Trackio(External):
 class Mlflow(External):
     module, project_variable = "mlflow", "MLFLOW_EXPERIMENT_NAME"
 
-    def open(self) -> None:
+    def __post_init__(self) -> None:
         os.environ.update(MLFLOW_WAITS | os.environ)
         self.package.set_experiment(self.project)
         if self.resume_step and self.id_file.exists():
@@ -135,7 +132,7 @@ class Mlflow(External):
 class Tensorboard(External):
     module = "torch.utils.tensorboard"
 
-    def open(self) -> None:
+    def __post_init__(self) -> None:
         hide_from = self.resume_step + 1 if self.resume_step else 0
         self.writer = self.package.SummaryWriter(str(self.folder), purge_step=hide_from)
 
@@ -162,9 +159,7 @@ def open_tracker(name: str, run_dir: Path, title: str, config: dict[str, Any], r
     except ImportError as error:
         raise InputError(f"--track {name}: not installed; run `pip install {name}`") from error
     try:
-        tracker = KINDS[name](package, run_dir, title, config, resume_step)
-        tracker.open()
-        return tracker
+        return KINDS[name](package, run_dir, title, config, resume_step)
     except Exception as error:  # each tracker has exceptions of its own
         raise InputError(f"--track {name}: {first_line(error)}{KINDS[name].offline}") from error
 
