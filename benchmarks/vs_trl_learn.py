@@ -145,7 +145,7 @@ def make_pretrained(folder: Path) -> None:
     from benchmarks import pretrained
     from lib.data.rows import read_rows
     from lib.model import load
-    from lib.run.checkpoint import write_model
+    from lib.run.export import write_model
 
     gguf = str(pretrained.model_file())
     model = load.load_model(gguf)

@@ -42,7 +42,7 @@ from lib.args.groups import LONGEST_RUN_NAME
 from lib.cli.flags import entries, read_yaml, texts
 from lib.cli.process import command_line
 from lib.cli.secrets import secret_in
-from lib.run.run import take_lock
+from lib.run.lock import take_lock
 
 ROOT = Path(__file__).parents[1]
 KEYS = {"script", "flags", "grid", "settings", "seeds"}

@@ -29,6 +29,7 @@ from lib.distributed import merged_weight, saved_buffers
 from lib.log.disk import free_space
 from lib.model import add_lora, load_model, load_processor, load_tokenizer
 from lib.run import checkpoint as checkpoints
+from lib.run.export import layers, write_adapter, write_model
 from lib.run.run_config import digest_of, read_json
 
 ACTOR = "actor.model."  # what the names of the policy's weights begin with in a checkpoint
@@ -73,9 +74,9 @@ def main(args: Args) -> None:
                 adapter = {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
                 if args.dtype != "auto":
                     adapter = {name: p.to(dtype) for name, p in adapter.items()}
-                checkpoints.write_adapter(folder, model, adapter)
+                write_adapter(folder, model, adapter)
             else:
-                checkpoints.write_model(folder, model, weights(model, source, dtype))
+                write_model(folder, model, weights(model, source, dtype))
                 model.generation_config.to_json_file(folder / "generation_config.json")
             trust = {"trust_remote_code": config["trust_remote_code"]}
             processor = load_processor(config["model"], **trust) or load_tokenizer(config["model"], **trust)
@@ -160,7 +161,7 @@ def weights(model: PreTrainedModel, source: Path, dtype: torch.dtype) -> Iterato
         start = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     buffers = saved_buffers(model)
     parameters = [(name, p) for name, p in model.named_parameters() if ".lora_" not in name]
-    for layer in checkpoints.layers([*parameters, *buffers.items()]):
+    for layer in layers([*parameters, *buffers.items()]):
         values = {name: torch.empty_like(p, device="cpu") if p.is_meta else p.detach() for name, p in layer}
         load_trained(source, {name: value for name, value in values.items() if f"{ACTOR}{name}" in saved})
         untrained = {n.replace(".base_layer.", "."): v for n, v in values.items() if f"{ACTOR}{n}" not in saved}

@@ -11,7 +11,8 @@ from benchmarks.gpu_check.measure import timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row
 from lib.distributed import full_tensor, trainable_parameters
 from lib.model import load_tokenizer
-from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.run.checkpoint import load_checkpoint, save_checkpoint
+from lib.run.export import export_hf
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:

@@ -16,7 +16,7 @@ from benchmarks.gpu_check.common import TOY_MODEL, random_model, shape, the_worl
 from benchmarks.gpu_check.rows import ROOT, Options, attempt, row, skipped
 from benchmarks.gpu_check.scripts import run_script
 from lib.model import load_tokenizer
-from lib.run.checkpoint import export_hf
+from lib.run.export import export_hf
 
 SIZES = "--prompts-per-step 32 --group-size 8 --max-prompt-length 64 --max-response-length 256 --gradient-checkpointing"
 TINY = "--prompts-per-step 4 --group-size 2"

@@ -1,10 +1,8 @@
-"""Keeps keys and passwords out of logs. A run takes them from the environment, and flags, which config.json and logs
-repeat, may not hold one. They are redacted from what a run prints and what a tool answers. Files that may still hold
-one can be read by their owner only.
+"""Keeps keys and passwords out of logs. A run takes them from the environment. Flags may not hold one: config.json and
+logs repeat them. What a run prints and what a tool answers is redacted; files that may still hold one are private.
 
-A secret is recognised by its name (api_key, Authorization, X_TOKEN=), by its form (sk-..., user:password@ in
-a URL), or because the environment holds it under such a name. Other secrets are not found.
-"""
+A secret is recognised by its name (api_key, X_TOKEN=), by its form (sk-..., user:password@ in a URL), or because the
+environment holds it under such a name. Other secrets are not found."""
 
 import json
 import os
@@ -65,24 +63,25 @@ _named: set[str] = set()  # variables that hold a key, as flags say
 
 
 def secret_in(value: Any, flag: str, *path: str) -> str | None:
-    """Where and why the value of a flag holds a key or password: "flag path: why", without the secret; else None.
+    """Where and why a flag's value holds a key or password: "flag path: why", without the secret; else None.
 
-    value: of any type; a text may be a command, or hold JSON. path: the keys in the flag's JSON that lead to the value.
-    """
+    value: of any type; a text may be a command, or hold JSON. path: the keys in the JSON that lead to it."""
     where, key = " ".join([flag, *path]), path[-1] if path else ""
     if isinstance(value, dict):
         return _first(
             _of_form(str(name), where) or secret_in(inner, flag, *path, str(name)) for name, inner in value.items()
         )
     if isinstance(value, list | tuple):
-        words = [" ".join(value)] if all(isinstance(word, str) for word in value) and len(value) > 1 else []
-        return _first(secret_in(inner, flag, *path) for inner in (*value, *words))
+        is_command = len(value) > 1 and all(isinstance(word, str) for word in value)
+        command = [" ".join(value)] if is_command else []
+        return _first(secret_in(inner, flag, *path) for inner in (*value, *command))
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     text = str(value)
     if key.endswith("_env") and NAME.search(_snake(key.removesuffix("_env"))):
         _named.add(text)
-        return None if re.fullmatch(r"[A-Za-z_]\w*", text) else f"{where}: it is not the name of a variable"
+        is_name = re.fullmatch(r"[A-Za-z_]\w*", text)
+        return None if is_name else f"{where}: it is not the name of a variable"
     if any(_is_secret(name, text) for name in path):
         return f"{where}: it is a key or password by its name"
     outside = text  # of a JSON object in it
@@ -151,8 +150,8 @@ def _held_by(variables: tuple[tuple[str, str], ...], named: frozenset[str]) -> l
 
 
 def redact(text: str) -> str:
-    """The text, with *** in place of the environment's keys and passwords, also where they are quoted or escaped (JSON,
-    repr, a shell, a URL), wrapped, or printed line by line."""
+    """The text, with *** in place of the environment's keys and passwords, also where they are quoted or escaped
+    (JSON, repr, a shell, a URL), wrapped, or printed line by line."""
     secrets = sorted({secret for _, secret in _in_environment()}, key=len, reverse=True)
     for secret in secrets:
         text = text.replace(secret, "***")
@@ -191,8 +190,8 @@ def _cores(secret: str) -> list[str]:
 
 
 def _core(text: str) -> str:
-    """The text without quotes, backslashes and whitespace, and with escaped characters as themselves, so that a secret
-    has one core however it is written."""
+    """The text without quotes, backslashes and whitespace, and with escaped characters decoded: a secret has one
+    core however it is written."""
     return ENCODED.sub(_decoded, text)
 
 
@@ -219,14 +218,14 @@ def from_environment(text: str) -> str | None:
 
 
 def private(path: Path) -> Path:
-    """Lets only the owner read and write the file, whatever the umask, and creates it if missing. Returns the path."""
+    """Creates the file if it is missing, and lets only its owner read and write it. Returns the path."""
     path.touch(mode=0o600)
     path.chmod(0o600)
     return path
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes the file whole or not at all, for its owner alone. A link in its place is replaced, not followed."""
+    """Writes the file whole or not at all, for its owner alone. A link in its place is replaced."""
     number, aside = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
     try:
         with os.fdopen(number, "wb") as file:
@@ -237,7 +236,8 @@ def write_private(path: Path, content: bytes) -> None:
         raise
 
 
-def private_folder(path: Path) -> None:
-    """Lets only the owner look into the folder, whatever the umask, and creates it if missing."""
+def private_folder(path: Path) -> Path:
+    """Creates the folder if it is missing, and lets only its owner look into it. Returns the path."""
     path.mkdir(exist_ok=True)
     path.chmod(0o700)
+    return path

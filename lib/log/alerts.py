@@ -1,4 +1,4 @@
-"""Alerts on a step and on a whole run, from its metrics. No torch import: the run page starts at once."""
+"""Alerts on a step and on a whole run, from its metrics. Without torch, for the run page."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,10 @@ class RunAlert(NamedTuple):
 
 OFTEN = 0.1  # share of steps above which the summary has an alert that is not printed per step
 MISMATCH = 0.1
-"""Nats of rollout/logp_diff_mean. Healthy engines differ by 2e-6 in fp32 and by 0.01 to 0.04 in bf16; with the weights
-of an older step it was 0.2 (docs/troubleshooting.md has the sources)."""
-NO_GRADIENT, EQUAL, IDLE = "the-gradient-is-0", "groups-have-equal-scores", "a-stage-is-slow-or-ranks-are-idle"
+"""Nats of rollout/logp_diff_mean. Healthy engines differ by 2e-6 in fp32 and by 0.01 to 0.04 in bf16; with older
+weights it was 0.2 (docs/troubleshooting.md has the sources)."""
+NO_GRADIENT, EQUAL = "the-gradient-is-0", "groups-have-equal-scores"
+IDLE = "a-stage-is-slow-or-ranks-are-idle"
 CUT_OFF, DIFFERENT = "responses-are-cut-off", "engine-and-trainer-disagree"
 APART = f"engine and trainer more than {MISMATCH} nats apart"
 ALERTS = (
@@ -82,13 +83,16 @@ DROPPED = "training/rows_dropped/"
 
 def alerts_of_step(metrics: Mapping[str, float]) -> list[str]:
     """Short warnings about a step for the console; mostly none."""
-    bad = [alert.text for alert in ALERTS if alert.on_line and alert.is_bad(metrics.get(alert.metric, math.nan))]
-    bad += [text.format(metrics[f"faults/{name}"]) for name, text in FAULTS.items() if metrics.get(f"faults/{name}")]
+    shown = [alert for alert in ALERTS if alert.on_line]
+    bad = [alert.text for alert in shown if alert.is_bad(metrics.get(alert.metric, math.nan))]
+    for name, text in FAULTS.items():
+        if found := metrics.get(f"faults/{name}"):
+            bad.append(text.format(found))
     return bad + [f"{text}: {metrics[key]:,.0f}" for text, (key, _) in COUNTS.items() if metrics.get(key)]
 
 
 def alerts_of_run(rows: Sequence[Mapping]) -> list[RunAlert]:
-    """The same for all rows of metrics.jsonl; also the filters that dropped rows, and metrics that were not finite."""
+    """The same for all rows of metrics.jsonl; also rows dropped by each filter, and metrics that were not finite."""
 
     def column(key: str) -> dict[int, float]:
         return {row["step"]: row[key] for row in rows if row.get(key) is not None}
@@ -98,7 +102,8 @@ def alerts_of_run(rows: Sequence[Mapping]) -> list[RunAlert]:
         values = column(alert.metric)
         steps = [step for step, value in values.items() if alert.is_bad(value)]
         if alert.of_run and len(steps) > (0 if alert.on_line else OFTEN * len(values)):
-            found.append(RunAlert(f"{alert.text} in {len(steps)} of {len(values)} steps", alert.section, steps))
+            text = f"{alert.text} in {len(steps)} of {len(values)} steps"
+            found.append(RunAlert(text, alert.section, steps))
     for name, text in FAULTS.items():
         if values := column(f"faults/{name}"):
             worst = text.format(max(values.values(), key=abs))
@@ -106,11 +111,11 @@ def alerts_of_run(rows: Sequence[Mapping]) -> list[RunAlert]:
     for text, (key, section) in COUNTS.items():
         values = column(key)
         if steps := [step for step, number in values.items() if number]:
-            total = sum(values.values())
-            found.append(RunAlert(f"{text}: {total:,.0f}, in {len(steps)} of {len(values)} steps", section, steps))
+            text = f"{text}: {sum(values.values()):,.0f}, in {len(steps)} of {len(values)} steps"
+            found.append(RunAlert(text, section, steps))
     counted = {key for key, _ in COUNTS.values()}
-    for key in dict.fromkeys(key for row in rows for key in row if key.startswith(DROPPED) and key not in counted):
-        values = column(key)
+    for key in dict.fromkeys(key for row in rows for key in row if key.startswith(DROPPED)):
+        values = {} if key in counted else column(key)
         if steps := [step for step, number in values.items() if number]:
             lost, rows_in = sum(values.values()), sum(column("training/rows_in").values())
             text = f"rows dropped by {key.removeprefix(DROPPED)}: {lost:,.0f} of {rows_in:,.0f}"

@@ -12,16 +12,17 @@ from lib import InputError
 
 def free_space(path: Path) -> str:
     """Of the disk that has the path, or will have it."""
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    path = path.absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
     return f"{shutil.disk_usage(there).free / 2**30:.1f} GiB were free"
 
 
 @contextmanager
 def writes_to(path: Path, message: str) -> Iterator[None]:
-    """Raises InputError (path, message, reason, what to do) where the block cannot write, as on a full disk."""
+    """Raises InputError (path, message, reason, advice) if the block cannot write, as on a full disk."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"{path}: {message}: {error} ({free_space(path)}); once it can be written, continue with --resume auto"
-        ) from error
+        why = f"{error} ({free_space(path)})"
+        advice = "once it can be written, continue with --resume auto"
+        raise InputError(f"{path}: {message}: {why}; {advice}") from error

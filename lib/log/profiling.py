@@ -1,4 +1,4 @@
-"""torch.profiler traces of some steps: one file a rank, for https://ui.perfetto.dev or chrome://tracing."""
+"""torch.profiler traces of steps, one file a rank, for https://ui.perfetto.dev or chrome://tracing."""
 
 import gzip
 import json
@@ -17,10 +17,10 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Profiler:
-    """Profiles whole steps, from `start` to `stop`, into step_000003-rank_0.json.gz: operations, kernels, and the
-    stages of lib/distributed/clock.py. With `memory` the trace has a curve of the memory in use (on a CPU counted from
-    the start of the step), and a GPU also writes step_000003-rank_0.memory.pickle, every allocation with its stack, for
-    https://pytorch.org/memory_viz."""
+    """Profiles whole steps, from `start` to `stop`, into step_000003-rank_0.json.gz: operations, kernels, stages.
+
+    With `memory` the trace has a curve of the memory in use (on a CPU from the start of the step), and a GPU also
+    writes step_000003-rank_0.memory.pickle, each allocation with its stack, for https://pytorch.org/memory_viz."""
 
     def __init__(self, folder: Path, steps: Collection[int], memory: bool, world: World) -> None:
         self.folder, self.steps, self.memory, self.world = folder, steps, memory, world
@@ -38,7 +38,7 @@ class Profiler:
         self._running.start()
 
     def stop(self) -> bool:
-        """True if a step was being profiled; then writes its trace and prints its largest operations (rank 0)."""
+        """If a step was being profiled, writes its trace and prints its largest operations. Returns if so."""
         if self._running is None:
             return False
         running, self._running = self._running, None
@@ -54,27 +54,29 @@ class Profiler:
         path = self.folder / f"{self._name}.json.gz"
         path.write_bytes(gzip.compress(content, 3))
         if self.world.rank == 0:
-            print(f"profiled: {path}\n{largest_operations(json.loads(content)['traceEvents'])}", flush=True)
+            table = largest_operations(json.loads(content)["traceEvents"])
+            print(f"profiled: {path}\n{table}", flush=True)
         return True
 
 
 def with_memory_curves(trace: dict[str, Any]) -> dict[str, Any]:
-    """The trace with a counter for each device, which viewers draw as a curve, of the profiler's running sums."""
+    """The trace with a counter for each device, which viewers draw as a curve."""
     curves = []
     for event in trace["traceEvents"]:
         if event["name"] == "[memory]":
             args = event["args"]
             device = "CPU" if args["Device Type"] == 0 else f"GPU {args['Device Id']}"
-            counter = {"ph": "C", "name": f"memory, {device}", "args": {"MiB": args["Total Allocated"] / 2**20}}
+            used = {"MiB": args["Total Allocated"] / 2**20}
+            counter = {"ph": "C", "name": f"memory, {device}", "args": used}
             curves.append(counter | {key: event[key] for key in ("pid", "ts")})
     return trace | {"traceEvents": trace["traceEvents"] + curves}
 
 
 def largest_operations(events: list[dict[str, Any]]) -> str:
-    """A table of what took most time itself, without what it called: a GPU's kernels, or operations on a CPU."""
+    """A table of a GPU's kernels, or a CPU's operations, by time without the operations that they call."""
     kernels = [event for event in events if event.get("cat") in GPU_WORK]
     own_us, calls = Counter[str](), Counter[str]()
-    around: dict[Any, list[tuple[float, str]]] = {}  # for each thread or stream, the (end, name) of what is running
+    around: dict[Any, list[tuple[float, str]]] = {}  # (end, name) of what runs in a thread or stream
     operations = kernels or [event for event in events if event.get("cat") == "cpu_op"]
     for event in sorted(operations, key=lambda event: (event["ts"], -event["dur"])):
         name, running = event["name"], around.setdefault((event["pid"], event["tid"]), [])

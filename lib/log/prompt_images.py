@@ -1,5 +1,5 @@
-"""Which row of the data a prompt is of, and small copies of its images: images/<row's hash>-<number>.jpg in the run's
-folder, each written once. Two prompts of equal text may differ in their images and in the right answer."""
+"""Small copies of the images of prompts: images/<row's hash>-<number>.jpg in the run's folder, each written once.
+Prompts of equal text may differ in their images and in the right answer, so the hash is over all of a row."""
 
 import hashlib
 import io
@@ -25,14 +25,15 @@ def row_hashes(batch: DataProto) -> list[str]:
 
 
 def keep_images(run_folder: Path, batch: DataProto) -> list[list[str] | None]:
-    """Writes the images of the rows' prompts, without those that tools returned. Returns their names in images/; None
-    for a row without. Raises InputError if an image cannot be written."""
+    """Writes the images of the rows' prompts, not those of tools. Returns their names in images/; None for a row
+    without. Raises InputError if an image cannot be written."""
     rows = batch.non_tensor_batch
     if "multi_modal_data" not in rows:
         return [None] * len(batch)
     names = []
     for row_hash, messages, media in zip(row_hashes(batch), rows["raw_prompt"], rows["multi_modal_data"]):
-        images = media.get("image", [])[: sum(part.get("type") == "image" for part in _parts(messages))]
+        in_prompt = sum(part.get("type") == "image" for part in _parts(messages))
+        images = media.get("image", [])[:in_prompt]
         names.append([f"{row_hash}-{i}.jpg" for i in range(len(images))] or None)
         for name, image in zip(names[-1] or (), images):
             _keep(run_folder / "images" / name, image)

@@ -1,9 +1,9 @@
-"""The training samples that a run keeps (--save-rollouts): rollouts/step_000012-rank_0.parquet, one row a response.
+"""The training samples of --save-rollouts: rollouts/step_000012-rank_0.parquet, one row a response.
 
     datasets.load_dataset("parquet", data_files="runs/NAME/rollouts/*.parquet")
 
-A rank keeps rows that it trained on, so nothing is gathered. A thread writes them while training goes on, under another
-name until the file is whole.
+A rank keeps rows that it trained on, so nothing is gathered. A thread writes them while training goes on, under
+another name until the file is whole.
 """
 
 import itertools
@@ -23,17 +23,16 @@ from lib.data_proto import DataProto
 from lib.distributed import World
 from lib.log.disk import free_space
 from lib.log.prompt_images import keep_images, row_hashes
-from lib.log.tracking import prompt_texts, turns_of
+from lib.log.samples import prompt_texts, turns_of
 
 Outputs = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """(rows (b,), log_probs (b, T), entropy (b, T)) of each micro-batch of an update, in their order"""
 
 
 def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -> list[int]:
-    """The rows that this rank keeps, group by group: its share of `wanted` groups, those of its lowest prompt numbers.
+    """The rows that this rank keeps, group by group: its groups with the lowest prompt numbers.
 
-    Rank r of R keeps ceil((wanted - r) / R) groups, or as many as it has. A uid is step-number (lib/rollout/stream.py).
-    """
+    Rank r of R keeps ceil((wanted - r) / R) groups, or all it has. A uid is step-number (lib/rollout/stream.py)."""
     groups = defaultdict(list)
     for row, uid in enumerate(uids):
         groups[uid].append(row)
@@ -57,7 +56,8 @@ def add_outputs(batch: DataProto, outputs: Outputs) -> None:
 def taken_out(batch: DataProto, rows: list[int]) -> DataProto:
     """A copy of these rows on the CPU, with the columns that are saved."""
     saved = [name for name, column in COLUMNS.items() if column.saved]
-    return batch.select([name for name in saved if name in batch.batch], saved, ())[rows].to("cpu")
+    tensors = [name for name in saved if name in batch.batch]
+    return batch.select(tensors, saved, ())[rows].to("cpu")
 
 
 def rollout_file(run_folder: Path, step: int, rank: int) -> Path:
@@ -65,9 +65,10 @@ def rollout_file(run_folder: Path, step: int, rank: int) -> Path:
 
 
 def rollout_files(run_folder: Path, after: int) -> list[Path]:
-    """The files of steps later than `after`, of any number of ranks."""
-    files = sorted((run_folder / "rollouts").glob("step_*-rank_*.parquet"))
-    return [file for file in files if int(file.name.removeprefix("step_").partition("-")[0]) > after]
+    """The files of steps later than `after`, of any number of ranks, also unfinished ones."""
+    files = sorted((run_folder / "rollouts").glob("step_*-rank_*"))
+    steps = (int(file.name.removeprefix("step_").partition("-")[0]) for file in files)
+    return [file for file, step in zip(files, steps) if step > after]
 
 
 def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -78,27 +79,26 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
     - prompt (the messages' text), response (with special tokens), ground_truth (JSON if it is not a string)
     - tokens (the text of each response token: `token_texts`)
     - columns of the batch that lib/columns.py copies: masks, log-probs, entropy, advantages, values, weight_versions
-    - ratio of log_probs to old_log_probs, the log ratio clamped to ±20 as in the losses; 1 without old_log_probs
+    - ratio of log_probs to old_log_probs, its log clamped to ±20 as in the losses; 1 without old_log_probs
     - score, null for a row without one; rewards, a JSON object of all that the scorers gave besides
     - turns of an episode: by, text, tokens, reward; tool_errors: a line for each error of its tools;
-      tool_rewards: turn, tool and reward of each call of a tool that it has
+      tool_rewards: turn, tool and reward of each call
 
-    Lists have a value for each response token (prompt_ids: for each prompt token). A column that was not computed is
-    null.
-    """
-    import pyarrow.parquet  # its import takes 0.4 s, which the start of a run can do without
+    Lists have a value per response token (prompt_ids: per prompt token). A column that was not computed is null."""
+    import pyarrow.parquet  # not at the start of a run: it takes 0.4 s
 
     aside = file.with_suffix(".tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)  # a disk of this node alone does, too
-        table = rollouts_table(step, batch, tokenizer)
         images = pyarrow.array(keep_images(file.parent.parent, batch), pyarrow.list_(pyarrow.string()))
-        pyarrow.parquet.write_table(table.append_column("images", images), private(aside), compression="zstd")
+        table = rollouts_table(step, batch, tokenizer).append_column("images", images)
+        pyarrow.parquet.write_table(table, private(aside), compression="zstd")
         aside.replace(file)
     except OSError as error:
         aside.unlink(missing_ok=True)
         advice = f"({free_space(file)}); make room, or give --save-rollouts 0"
-        raise InputError(f"{file}: the step's samples could not be written: {error} {advice}") from error
+        why = f"the step's samples could not be written: {error} {advice}"
+        raise InputError(f"{file}: {why}") from error
 
 
 def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBase):
@@ -120,8 +120,8 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
         if width == "B":
             return pa.array(values.numpy()).cast(type)
         where = in_prompt if width == "P" else in_response
-        ends = [0, *where.sum(1).cumsum(0).tolist()]
-        return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values[where].numpy()).cast(type))
+        ends = pa.array([0, *where.sum(1).cumsum(0).tolist()], pa.int32())
+        return pa.ListArray.from_arrays(ends, pa.array(values[where].numpy()).cast(type))
 
     def texts(values: Iterable[Any]) -> pa.Array:
         return pa.array([None if value is None else _utf8(value) for value in values], pa.string())
@@ -165,7 +165,7 @@ def _json(value: Any) -> str:
 
 
 def _utf8(text: str) -> str:
-    """The text; half a surrogate pair, which JSON can hold and UTF-8 cannot, is written as \\udc80."""
+    """The text; half a surrogate pair, which UTF-8 cannot hold, is written as \\udc80."""
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
@@ -173,25 +173,27 @@ def _utf8(text: str) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> list[tuple[str, list[str]]]:
-    """For each row of token ids: (its text, with special tokens; the text of each token), which make up the row's. A
-    character of several tokens stands at its last token."""
+    """For each row of token ids: (its text, with special tokens; the text of each token, which make it up). A
+    character of several tokens stands at its last one."""
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    alone, results = {token: decode([token]) for token in {token for ids in rows for token in ids}}, []
+    alone = {token: decode([token]) for token in {token for ids in rows for token in ids}}
+    results = []
     for ids in rows:
         text, texts = decode(ids), [alone[token] for token in ids]
-        if "".join(texts) != text:  # a character of several tokens, or a token whose text depends on those before it
+        if "".join(texts) != text:  # a character of several tokens, or a token that depends on its context
             texts = _in_context(decode, ids, text)
         results.append((text, texts))
     return results
 
 
 def _in_context(decode, ids: list[int], text: str) -> list[str]:
-    """What each token adds to the text of the tokens before it, where that is how `text` goes on; else "", and a later
-    token adds it too. Decodes few tokens at a time, from the start of the piece before."""
-    texts, done, start, end = [], 0, 0, 0  # text[:done] stands in texts; ids[start:end] is the piece before
+    """What each token adds to the text of the tokens before it, if `text` goes on like that; else "", and a later
+    token adds it too. Decodes few tokens at a time, from the start of the previous piece."""
+    texts, done = [], 0  # text[:done] stands in texts
+    start, end = 0, 0  # ids[start:end] is the previous piece
     for i in range(len(ids)):
         before, now = decode(ids[start:end]), decode(ids[start : i + 1])
         added = now[len(before) :] if now.startswith(before) else ""

@@ -37,12 +37,12 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def throughput_metrics(metrics: Mapping[str, float], n_devices: int, peak: float | None = None) -> dict[str, float]:
-    """Throughput, from a step's times (stage "step" contains all others), tokens and FLOPs over all ranks.
+    """Throughput, from a step's times, tokens and FLOPs over all ranks.
 
-    perf/idle is the share of the step in which ranks wait: for scores, for asynchronous rollouts (--async-level), and
-    in the update for the rank that has most to compute (perf/imbalance). perf/mfu is the share of `peak` (TFLOP/s of a
-    device) that the model FLOPs of the update (lib/model/flops.py) take, over its time. timing_per_token_ms/<stage> is
-    over the tokens of the trained rows: for the rollout those of the responses.
+    - perf/idle: the share of the step in which ranks wait: for scores, for asynchronous rollouts, and in the update for
+      the rank with most to compute (perf/imbalance)
+    - perf/mfu: the update's model FLOPs (lib/model/flops.py) over its time, as a share of `peak` (TFLOP/s of a device)
+    - timing_per_token_ms/<stage>: per token of the trained rows; for the rollout, per token of the responses
     """
     seconds, tokens = metrics["timing_s/step"], metrics["training/tokens"]
     update = metrics.get("timing_s/update", 0.0)

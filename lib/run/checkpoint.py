@@ -1,67 +1,58 @@
-"""Save, resume, export. A resumed run computes what an uninterrupted one does, bit for bit.
+"""Saves and loads checkpoints. A resumed run computes what an uninterrupted one does, bit for bit.
 
-A save copies the state to CPU memory and writes it while training goes on. Weights and optimizer states go through
-torch.distributed.checkpoint (DCP), so another number of ranks can load them. Every rank makes the same calls.
+A save copies the state to CPU memory and writes it while training goes on. Weights and optimizer states
+go through torch.distributed.checkpoint (DCP), so another number of ranks can load them.
 
-- A save writes a new folder with a temporary name, adds a manifest and renames it: if DCP were killed while it writes
-  into an existing folder, the folder would load as a mix of old and new.
+- A save writes a folder with a temporary name, adds a manifest and renames it: DCP, killed while it
+  writes into an existing folder, would leave a mix of old and new that loads.
 - A DCP key holds one value, not one per rank, so random states are a file per rank.
-- After a forward without backward FSDP's root parameters are whole, and the optimizer's state dict misses them. The
-  model's state dict reshards them, so it is taken first.
-- A save has a process group of its own, because its collectives could mix with those of training.
-- A checkpoint is loaded only if the manifest lists each file and each has its hash. No file can run code: DCP's
-  `.metadata` is a pickle, but only DCP's own classes are unpickled.
+- After a forward without backward FSDP's root parameters are whole, and the optimizer's state dict
+  misses them. The model's state dict reshards them, so it is taken first.
+- A save has a process group of its own: its collectives could mix with those of training.
+- A checkpoint loads only if its files are those of the manifest, by their hashes. No file can run code:
+  DCP's `.metadata` is a pickle, but only DCP's own classes are unpickled.
 """
 
-import hashlib
 import json
 import os
 import pickle
 import random
-import re
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
-from dataclasses import replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 from lib.cli.secrets import private
 from lib.data_proto import DataProto
 from lib.distributed import (
-    all_gather_lists,
     broadcast,
     device_rng_state,
     device_setter,
     enter_stage,
-    full_tensor,
-    iter_full_params,
     new_cpu_group,
     set_device_rng_state,
 )
-from lib.log.disk import free_space, writes_to
+from lib.log.disk import free_space
 from lib.manifest import MANIFEST, entry, file_hash, why_altered, why_incomplete, write_manifest
 
 Models = dict[str, tuple[Module, Optimizer | None]]
 Schedulers = dict[str, LambdaLR]
-MAX_SHARD_BYTES = 5 * 10**9  # of a file of an exported model
+T = TypeVar("T")
+NEEDED = ("trainer.json", ".metadata")  # files of a complete checkpoint
 
 
 def save_checkpoint(
@@ -76,23 +67,21 @@ def save_checkpoint(
     batches: dict[str, DataProto] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Future[Path]:
-    """Writes `checkpoint_dir/step_000020/`. Then keeps the `keep` newest complete checkpoints (0: all) and that of step
-    `best`, and deletes others.
+    """Writes `checkpoint_dir/step_000020/`. Then keeps the `keep` newest complete checkpoints (0: all)
+    and the one of step `best`, and deletes others.
 
-    Returns as soon as the state is copied to CPU memory, and writes it in the background. The future's result is the
-    complete folder. Wait for it before the next save and at the end of the run. A kill at any moment leaves the
-    previous checkpoints as they were, and at most a `.tmp` folder, which the next save removes.
+    Returns once the state is copied to CPU memory. The future's result is the complete folder: wait for it
+    before the next save and at the end of the run. A kill at any moment leaves earlier checkpoints as they
+    were, and at most a `.tmp` folder, which the next save removes.
 
     Args (rank 0's trainer_state, batches and config are written):
-        models: by name ("actor", "critic"), each with its optimizer or None. Save between optimizer steps.
-        trainer_state: values that JSON holds exactly (the loader's position, the KL controller).
+        models: by name ("actor", "critic"), each with its optimizer or None.
+        trainer_state: values that JSON holds exactly (lib/run/state.py).
         batches: by name, rows that the next step needs, the same on all ranks.
-        config: a resume compares its own config with this one (lib/run/run.py).
+        config: what a resume compares with its own (lib/run/run_config.py).
 
-    Raises:
-        InputError: a scheduler's state or `trainer_state` would come back from JSON as something else.
-        InputError (from the future, on every rank): a rank could not write (the disk is full), the ranks do not see the
-            same folder, or DataProto.save_to_disk cannot write a batch. The unfinished folder is removed.
+    Raises InputError (from the future, on every rank) if a rank could not write or the ranks do not see the
+    same folder; the unfinished folder is removed.
     """
     enter_stage(f"step {step} save")
     final = Path(checkpoint_dir) / f"step_{step:06d}"
@@ -105,13 +94,11 @@ def save_checkpoint(
         "schedulers": {name: scheduler.state_dict() for name, scheduler in schedulers.items()},
         "trainer_state": trainer_state,
     }
-    trainer_json = _exact_json(trainer)  # before anything is written
+    trainer_json, config_json = (json.dumps(value, indent=1) for value in (trainer, config))
     group = _background_group(dist.group.WORLD)
-    pinned = any(next(module.parameters()).device.type != "cpu" for module, _ in models.values())
-    state = (_pinned_stager() if pinned else DefaultStager(NOT_PINNED)).stage(_state_to_save(models))  # a copy
-    rng_state = _rng_state()
-    hashes: dict[str, str] = {}  # of the shards' files
-    batches = {name: batch[np.arange(len(batch))] for name, batch in (batches or {}).items() if rank == 0}
+    state, rng_state = _copy_to_cpu(models), _rng_state()
+    batches = (batches or {}) if rank == 0 else {}
+    copies = {name: batch[np.arange(len(batch))] for name, batch in batches.items()}
 
     def make_folder() -> None:
         if rank == 0:
@@ -121,36 +108,42 @@ def save_checkpoint(
             tmp.mkdir()
 
     def write_own() -> None:
-        tmp.mkdir(parents=True, exist_ok=True)  # if the disk is not shared; `seal` then reports that
+        tmp.mkdir(parents=True, exist_ok=True)  # on a disk that is not shared; `seal` reports it
         torch.save(rng_state, tmp / f"rng_{rank:05d}.pt")
         _fsync(tmp / f"rng_{rank:05d}.pt")
 
-    def write_shards() -> None:
+    def write_shards() -> dict[str, str]:  # a collective, which no rank may miss
         dcp.save(state, checkpoint_id=tmp, process_group=group, no_dist=world_size == 1)
-        hashes.update((file.name, file_hash(file)) for file in tmp.glob(f"__{rank}_*"))
+        return {file.name: file_hash(file) for file in tmp.glob(f"__{rank}_*")}
 
     def seal() -> None:
         if rank == 0:
             if unseen := [r for r in range(world_size) if not (tmp / f"rng_{r:05d}.pt").exists()]:
-                raise InputError(f"rank 0 does not see the files of ranks {unseen}; use a shared folder")
-            for name, batch in batches.items():
+                raise InputError(f"rank 0 does not see files of ranks {unseen}; use a shared folder")
+            for name, batch in copies.items():
                 batch.save_to_disk(tmp / f"batch_{name}.safetensors")
             (tmp / "trainer.json").write_text(trainer_json)
             if config:
-                private(tmp / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-            write_manifest(tmp, {file.name: entry(file, hashes.get(file.name)) for file in sorted(tmp.iterdir())})
+                private(tmp / "config.json").write_text(config_json + "\n")
+            files = sorted(tmp.iterdir())
+            write_manifest(tmp, {file.name: entry(file, hashes.get(file.name)) for file in files})
             publish(tmp, final)
             _rotate(final, keep, best)
 
+    hashes: dict[str, str] = {}  # of the shards' files, each by the rank that wrote it
+
     def write() -> Path:
-        for stage in (make_folder, write_own, write_shards, seal):
-            if failure := _first_failure(stage, group):
-                if rank == 0:
-                    shutil.rmtree(tmp, ignore_errors=True)
-                raise InputError(f"{final}: not saved, earlier checkpoints are intact: {failure} ({free_space(final)})")
-            if stage is write_shards:  # each rank has hashed its own files
-                for of_rank in _gathered(dict(hashes), group):
-                    hashes.update(of_rank)
+        try:
+            _on_all_ranks(make_folder, group)
+            _on_all_ranks(write_own, group)
+            for of_rank in _on_all_ranks(write_shards, group):
+                hashes.update(of_rank)
+            _on_all_ranks(seal, group)
+        except InputError as error:
+            if rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)
+            intact = "not saved, earlier checkpoints are intact"
+            raise InputError(f"{final}: {intact}: {error} ({free_space(final)})") from error
         return final
 
     writer = ThreadPoolExecutor(1, "checkpoint", initializer=device_setter())
@@ -159,22 +152,26 @@ def save_checkpoint(
     return saving
 
 
-NOT_PINNED = StagingOptions(
-    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-)
+def _copy_to_cpu(models: Models) -> Any:
+    """Copies from a GPU go into pinned memory, which is several times faster."""
+    on_gpu = any(next(module.parameters()).device.type != "cpu" for module, _ in models.values())
+    stager = _kept_stager() if on_gpu and torch.__version__ >= "2.13" else _stager(pinned=on_gpu)
+    return stager.stage(_state_to_save(models))
 
 
-def _pinned_stager() -> DefaultStager:
-    """Copies from a GPU into pinned memory are several times faster."""
-    return DefaultStager(replace(NOT_PINNED, use_pinned_memory=True, use_non_blocking_copy=True))
+def _stager(pinned: bool) -> DefaultStager:
+    synchronous = {"use_shared_memory": False, "use_async_staging": False}
+    return DefaultStager(StagingOptions(use_pinned_memory=pinned, use_non_blocking_copy=pinned, **synchronous))
 
 
-if torch.__version__ >= "2.13":  # in torch 2.11 a stager copies once
-    _pinned_stager = cache(_pinned_stager)  # it is kept, since pinning takes longer than the copy
+@cache
+def _kept_stager() -> DefaultStager:
+    """Pinning takes longer than the copy, so the memory is kept. In torch 2.11 a stager copies once."""
+    return _stager(pinned=True)
 
 
 def newest_complete(checkpoint_dir: Path) -> Path | None:
-    """The complete checkpoint of the highest step; None if there is none. Prints why it passes over a torn one."""
+    """The complete checkpoint of the highest step, if any. Prints why it passes over a torn one."""
     for folder in reversed(step_folders(checkpoint_dir)):
         if not (torn := why_torn(folder)):
             return folder
@@ -183,12 +180,12 @@ def newest_complete(checkpoint_dir: Path) -> Path | None:
 
 
 def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers) -> dict[str, Any]:
-    """Loads weights, optimizers and schedules in place, restores this rank's random states, returns `trainer_state`.
+    """Loads weights, optimizers, schedules and this rank's random states. Returns `trainer_state`.
 
-    The optimizers' settings (learning rates, betas, weight decays) and the schedules' base rates stay the caller's. If
-    the number of ranks has changed since the save, random states are not restored, and rank 0 says so.
+    The optimizers' settings (learning rates, betas, weight decays) and the schedules' base rates stay the
+    caller's. If the number of ranks has changed, random states are not restored, and rank 0 says so.
 
-    Raises InputError if the checkpoint is torn or altered, or its models or schedules are not the caller's.
+    Raises InputError if the checkpoint is torn or altered, or holds other models or schedules.
     """
     path, rank, world_size = Path(path), dist.get_rank(), dist.get_world_size()
     if torn := broadcast(why_torn(path) if rank == 0 else None):
@@ -196,7 +193,8 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
     trainer = json.loads((path / "trainer.json").read_text())
     ours, theirs = _names(models, schedulers), trainer["names"]
     if ours != theirs:
-        raise InputError(f"{path}: holds {theirs}, this run {ours}; resume with the script and flags that saved it")
+        advice = "resume with the script and flags that saved it"
+        raise InputError(f"{path}: holds {theirs}, this run {ours}; {advice}")
 
     state: dict[str, Any] = {}
     reader = CheckpointReader(path)
@@ -205,7 +203,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
         state[name] = {"model": _model_state(module)}
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
-            optimizer.state.clear()  # without gradients and state, DCP makes the full state to load into
+            optimizer.state.clear()  # then DCP makes the full state to load into
             template: dict[str, Any] = dcp_state.get_optimizer_state_dict(module, optimizer)
             template["state"] = {  # without the parameters that had no gradient before the save
                 param: values
@@ -214,12 +212,14 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
             }
             state[name]["optim"] = template
     dcp.load(state, storage_reader=reader, no_dist=world_size == 1)
-    may_lack = dcp_state.StateDictOptions(strict=False)  # lacks frozen weights, states without gradient
+    may_lack = dcp_state.StateDictOptions(strict=False)  # frozen weights, states without gradient
     for name, (module, optimizer) in models.items():
         dcp_state.set_model_state_dict(module, state[name]["model"], options=may_lack)
         if optimizer is not None:
-            settings = [{key: g[key] for key in g if key != "params"} for g in optimizer.param_groups]
-            dcp_state.set_optimizer_state_dict(module, optimizer, state[name]["optim"], options=may_lack)
+            groups = optimizer.param_groups
+            settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            saved = state[name]["optim"]
+            dcp_state.set_optimizer_state_dict(module, optimizer, saved, options=may_lack)
             for group, own in zip(optimizer.param_groups, settings):
                 group.update(own)
     for name, scheduler in schedulers.items():
@@ -240,51 +240,9 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
 
 
 def load_batches(path: str | Path) -> dict[str, DataProto]:
-    """The `batches` of save_checkpoint, on the CPU. Call it after load_checkpoint, which refuses a torn folder."""
-    files = {file.stem.removeprefix("batch_"): file for file in Path(path).glob("batch_*.safetensors")}
-    return {name: DataProto.load_from_disk(file) for name, file in files.items()}
-
-
-def export_hf(
-    model: PreTrainedModel,
-    processor: PreTrainedTokenizerBase | ProcessorMixin,
-    out_dir: str | Path,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer
-    or (of a vision model) processor. A collective. Raises InputError (on rank 0) if it cannot be written.
-
-    Of a model with LoRA adapters these are the merged weights; the adapters go to `out_dir`/adapter, a folder for peft.
-    Rank 0 has the weights of one file (at most `max_shard_bytes`, or one layer) at a time in CPU memory.
-    """
-    out_dir = Path(out_dir)
-    tmp = out_dir.with_name(out_dir.name + ".tmp")
-    with writes_to(out_dir, "the model was not exported, checkpoints are as they were"):
-        try:
-            _export_to(tmp, model, processor, dtype, max_shard_bytes)
-        except (OSError, SafetensorError):
-            shutil.rmtree(tmp, ignore_errors=True)
-            raise
-        if dist.get_rank() == 0:
-            publish(tmp, out_dir)
-    dist.barrier()
-
-
-def _export_to(tmp: Path, model, processor, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-    first, weights = dist.get_rank() == 0, iter_full_params(model, dtype)
-    if first:
-        write_model(tmp, model, weights, max_shard_bytes)
-    else:
-        for _ in weights:
-            pass
-    adapter = {name: full_tensor(p.detach()).cpu() for name, p in model.named_parameters() if ".lora_" in name}
-    if first:
-        if adapter:
-            write_adapter(tmp / "adapter", model, adapter)
-        if (own := getattr(model, "generation_config", None)) is not None:
-            own.to_json_file(tmp / "generation_config.json")  # save_pretrained may refuse it: temperature, no do_sample
-        processor.save_pretrained(tmp)
+    """The `batches` of save_checkpoint, on the CPU, after load_checkpoint, which refuses a torn folder."""
+    files = Path(path).glob("batch_*.safetensors")
+    return {file.stem.removeprefix("batch_"): DataProto.load_from_disk(file) for file in files}
 
 
 @cache
@@ -293,86 +251,21 @@ def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return new_cpu_group()
 
 
-def _first_failure(stage: Callable[[], None], group: dist.ProcessGroup) -> str | None:
-    """Runs `stage`. Returns on all ranks why it failed on the first rank where it did, or None. A collective."""
-    own = None
+def _on_all_ranks(stage: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
+    """Runs `stage`, and returns its result on each rank. Raises InputError on all ranks if it failed on one."""
+    result, failure = None, None
     try:
-        stage()
+        result = stage()
     except dcp.api.CheckpointException as error:  # a BaseException; raised on all ranks, about all
         rank, (cause, _) = min(error.failures.items())
-        own = f"rank {rank}: {str(cause).splitlines()[0]}"
-    except (OSError, RuntimeError, SafetensorError, InputError) as error:  # RuntimeError: torch.save, disk full
-        own = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
-    return next(filter(None, _gathered(own, group)), None)
-
-
-def _gathered(value: Any, group: dist.ProcessGroup) -> list:
-    """The value of each rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-# ---- export --------------------------------------------------------------------------------------
-
-
-def layers(weights: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Groups (name, ...) of neighbouring weights by decoder layer. A layer stays together, because transformers may
-    convert some of its weights together (experts)."""
-    for _, layer in groupby(weights, lambda weight: _layer(weight[0])):
-        yield list(layer)
-
-
-def _shards(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields weights by name, some layers at a time, in CPU memory. A dict is emptied when the next is asked for."""
-    shard: dict[str, torch.Tensor] = {}
-    for layer in layers((name, weight.cpu()) for name, weight in weights):
-        if shard and sum(weight.nbytes for weight in (*shard.values(), *dict(layer).values())) > max_bytes:
-            yield shard
-            shard.clear()
-        shard |= layer
-    yield shard
-
-
-def _layer(name: str) -> str:
-    """The path of the decoder layer that the weight is in, or else of its module."""
-    layer = re.match(r".*?\.\d+\.", name)
-    return layer[0] if layer else name.rpartition(".")[0]
-
-
-def write_model(
-    folder: Path, model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = MAX_SHARD_BYTES
-) -> None:
-    """Writes model.safetensors, or several files and their index, and the config, of a model of the class and config of
-    `model` with these weights: as save_pretrained, but with the weights of one file in memory."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
-        model = type(model)(deepcopy(model.config))
-    files, total_size = list[Path](), 0
-    for shard in _shards(weights, max_bytes):
-        total_size += sum(weight.nbytes for weight in shard.values())
-        if not files:
-            model.to(next(iter(shard.values())).dtype)  # goes to the config
-        model.save_pretrained(folder, state_dict=shard, max_shard_size=sys.maxsize)
-        files.append((folder / "model.safetensors").rename(folder / f"shard_{len(files)}"))
-    if len(files) == 1:
-        files[0].rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for i, file in enumerate(files, 1):
-        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(file.rename(folder / name), "pt") as written:
-            weight_map |= dict.fromkeys(written.keys(), name)
-    metadata = {"total_parameters": model.num_parameters(), "total_size": total_size}
-    index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
-    (folder / "model.safetensors.index.json").write_text(index + "\n")
-
-
-def write_adapter(folder: Path, model: PreTrainedModel, adapter: dict[str, torch.Tensor]) -> None:
-    """Writes the LoRA adapters in peft's form. adapter: those of `model`, by the names of its parameters."""
-    own, model.generation_config = model.generation_config, GenerationConfig()  # save_pretrained may refuse its own
-    model.save_pretrained(folder, state_dict=adapter)
-    model.generation_config = own
+        failure = f"rank {rank}: {str(cause).splitlines()[0]}"
+    except (OSError, RuntimeError, SafetensorError, InputError) as error:  # RuntimeError: torch.save
+        failure = f"rank {dist.get_rank()}: {str(error).splitlines()[0]}"
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (result, failure), group=group)
+    if failures := [failure for _, failure in of_ranks if failure]:
+        raise InputError(failures[0])
+    return [result for result, _ in of_ranks]
 
 
 # ---- state ---------------------------------------------------------------------------------------
@@ -384,7 +277,7 @@ def _names(models: Models, schedulers: Schedulers) -> dict[str, list[str]]:
 
 
 def _model_state(module: Module) -> dict[str, Any]:
-    """The weights without frozen ones (LoRA): a resumed run reads those again from the start model."""
+    """The weights that train: a resumed run reads frozen ones (LoRA) from the start model again."""
     state = dcp_state.get_model_state_dict(module)
     named = module.named_parameters(remove_duplicate=False)  # tied weights under both names
     frozen = {name for name, param in named if not param.requires_grad}
@@ -398,14 +291,14 @@ def _state_to_save(models: Models) -> dict[str, Any]:
         if optimizer is not None:
             stepped = bool(optimizer.state)
             state[name]["optim"] = dcp_state.get_optimizer_state_dict(module, optimizer)
-            if not stepped:  # DCP has just stepped with learning rate 0, and Adam's step count would stay 1 too high
+            if not stepped:  # DCP has just stepped with learning rate 0: undo Adam's step count
                 optimizer.state.clear()
                 state[name]["optim"]["state"] = {}
     return state
 
 
 def _rng_state() -> dict[str, Any]:
-    """This rank's random states, as tensors and numbers: such a file loads with weights_only=True."""
+    """This rank's random states, as tensors and numbers, which load with weights_only=True."""
     version, words, gauss = random.getstate()
     _, keys, *position = np.random.get_state()
     return {
@@ -425,57 +318,6 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     set_device_rng_state(state.get("device"))
 
 
-def check_state(states: Mapping[str, Mapping[str, Any]], batches: Mapping[str, DataProto]) -> None:
-    """Raises InputError, on all ranks, for what a script keeps and would not get back: values that JSON changes, and
-    those that differ between ranks, because rank 0's are saved. states: by name, each from a state_dict(). A
-    collective."""
-    kept = {f"stateful[{name!r}]: {key}": value for name, state in states.items() for key, value in state.items()}
-    kept |= {f"batches[{name!r}]": rows for name, rows in batches.items()}
-    found = {what: inexact(value, what) or _digest(value) for what, value in kept.items()}
-    ranks = all_gather_lists([found])
-    for what in dict.fromkeys(what for of_rank in ranks for what in of_rank):
-        of_ranks = [of_rank.get(what) for of_rank in ranks]
-        if why := next((text for text in of_ranks if text and text.startswith(what)), None):
-            raise InputError(why)
-        if other := [str(rank) for rank, digest in enumerate(of_ranks) if digest != of_ranks[0]]:
-            why = f"{what} is another on rank {', '.join(other)} than on rank 0, whose state is saved"
-            raise InputError(f"{why}: keep the same on all ranks (sum or gather over ranks)")
-
-
-def inexact(value: Any, where: str) -> str | None:
-    """Why the value, which is at `where`, would come back from JSON as something else; None if it would not."""
-    inner: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, dict):
-        if kinds := sorted({type(key).__name__ for key in value if not isinstance(key, str)}):
-            return f"{where} has {kinds[0]} keys; JSON needs text"
-        inner = ((f"{where}.{key}", part) for key, part in value.items())
-    elif isinstance(value, list):
-        inner = ((f"{where}[{i}]", part) for i, part in enumerate(value))
-    elif not isinstance(value, str | int | float | None | DataProto):
-        return f"{where} is a {type(value).__name__}; JSON needs numbers, text, lists and dicts"
-    elif value != value:
-        return f"{where} is nan, which equals nothing after a resume"
-    return next(filter(None, (inexact(part, there) for there, part in inner)), None)
-
-
-def _digest(value: Any) -> str:
-    digest = hashlib.sha256()
-    if isinstance(value, DataProto):
-        for name, rows in sorted(value.batch.items() if value.batch is not None else ()):
-            digest.update(f"{name} {rows.dtype} {[*rows.shape]}".encode())
-            digest.update(rows.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        value = {name: [x for x in rows if isinstance(x, str | int)] for name, rows in value.non_tensor_batch.items()}
-    digest.update(json.dumps(value, sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def _exact_json(trainer: dict[str, Any]) -> str:
-    for part in ("schedulers", "trainer_state"):
-        if why := inexact(trainer[part], part):
-            raise InputError(f"checkpoint: {why}")
-    return json.dumps(trainer, indent=1)
-
-
 class CheckpointReader(dcp.FileSystemReader):
     """DCP's own reader, but for the metadata, from which that one would unpickle anything."""
 
@@ -486,6 +328,9 @@ class CheckpointReader(dcp.FileSystemReader):
         return metadata
 
 
+DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     CLASSES: ClassVar = {
         "torch.distributed.checkpoint.metadata": {
@@ -494,13 +339,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         },
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch.serialization": {"_get_layout"},
-        "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+        "torch": {"Size", *DTYPES},
         "pathlib": {"PosixPath"},
     }
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in self.CLASSES.get(module, ()):
-            raise InputError(f"the checkpoint's .metadata names {module}.{name}, no class of DCP: it is not loaded")
+            what = f"{module}.{name}, no class of DCP"
+            raise InputError(f"the checkpoint's .metadata names {what}: it is not loaded")
         return super().find_class(module, name)
 
 
@@ -514,14 +360,8 @@ def step_folders(checkpoint_dir: Path) -> list[Path]:
 
 
 def why_torn(folder: Path) -> str | None:
-    """Why the checkpoint is not what was saved: no manifest, a file that it does not list, or a file is missing or has
-    another size or hash. Reads all its files, but only once in a process."""
-    return _why_incomplete(folder) or _why_altered(folder, (folder / MANIFEST).stat().st_mtime_ns)
-
-
-def _why_incomplete(folder: Path) -> str | None:
-    """The part of why_torn that does not read the files."""
-    return why_incomplete(folder, needed=("trainer.json", ".metadata"))
+    """Why the checkpoint's files are not those of its manifest. Reads them all, once in a process."""
+    return why_incomplete(folder, NEEDED) or _why_altered(folder, (folder / MANIFEST).stat().st_mtime_ns)
 
 
 @cache
@@ -530,11 +370,12 @@ def _why_altered(folder: Path, saved: int) -> str | None:
 
 
 def saved_step(checkpoint: Path) -> int:
-    """The step of a complete checkpoint. Raises InputError if the folder's name says another one."""
+    """The step of a complete checkpoint. Raises InputError if the folder's name says another."""
     step = json.loads((checkpoint / "trainer.json").read_text())["step"]
     named = checkpoint.name.removeprefix("step_")
     if named.isdecimal() and int(named) != step:
-        raise InputError(f"{checkpoint} holds step {step}: rename it to step_{step:06d}, or move it out of the run")
+        advice = f"rename it to step_{step:06d}, or move it out of the run"
+        raise InputError(f"{checkpoint} holds step {step}: {advice}")
     return step
 
 
@@ -553,16 +394,16 @@ def publish(tmp: Path, final: Path) -> None:
 
 
 def _rotate(newest: Path, keep: int, best: int | None) -> None:
-    """Deletes all checkpoints, torn ones too, that are older than the `keep` newest complete ones up to `newest`, but
-    that of step `best`."""
+    """Deletes checkpoints, torn ones too, older than the `keep` newest complete ones up to `newest`, but
+    not the one of step `best`."""
     if keep <= 0:
         return
     folders = step_folders(newest.parent)
     older = folders[: folders.index(newest)]
-    kept = [folder for folder in reversed(older) if _why_incomplete(folder) is None][: keep - 1]
+    kept = [folder for folder in reversed(older) if why_incomplete(folder, NEEDED) is None][: keep - 1]
     kept += [folder for folder in older if int(folder.name.removeprefix("step_")) == best]
     for folder in older:
-        if folder not in kept:  # renamed first, since a kill during rmtree must not leave half a checkpoint
+        if folder not in kept:  # renamed first: a kill must not leave half a checkpoint
             _remove(folder.rename(folder.with_name(folder.name + ".tmp")))
 
 

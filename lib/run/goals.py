@@ -1,4 +1,4 @@
-"""--stop-when and --keep-best: what a step's metrics say about the end of a run and its best checkpoint."""
+"""--stop-when and --keep-best: what a step's metrics say about the run's end and best checkpoint."""
 
 import difflib
 import math
@@ -10,6 +10,8 @@ from typing import Any
 from lib import InputError
 from lib.args import RunArgs, StopWhen
 
+Best = dict[str, Any]  # metric, step, value, lower_bound
+
 
 @dataclass
 class Goals:
@@ -18,20 +20,18 @@ class Goals:
 
     def reached(self, metrics: Mapping[str, float]) -> float | None:
         """The metric of --stop-when, if the condition holds for these metrics of a step. It notes once that there is no
-        such metric: some come in a few steps only, as faults and what a scorer gives some responses."""
-        if not self.args.stop_when:
-            return None
-        condition = StopWhen.parse(self.args.stop_when)
+        such metric: some come in a few steps only."""
+        flag = self.args.stop_when
+        condition = StopWhen.parse(flag)
         if missing := self._missing(condition.metric, metrics):
-            print(f"note: --stop-when {self.args.stop_when!r}: {missing}; the run goes on until one holds", flush=True)
+            print(f"note: --stop-when {flag!r}: {missing}; the run goes on until one holds", flush=True)
         value = metrics.get(condition.metric)
         return value if value is not None and condition.holds(value) else None
 
-    def better(self, best: dict[str, Any] | None, step: int, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-        """The new best of --keep-best, {metric, step, value, lower_bound}, if the step's validation has a better bound
-        than `best`. A tie keeps the older. Raises InputError."""
-        if not (name := self.args.keep_best):
-            return None
+    def better(self, best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
+        """The new best of --keep-best, if the step's bound is above the one of `best`. Raises InputError if there is no
+        such metric."""
+        name = self.args.keep_best
         if missing := self._missing(f"{name}/lower_bound", metrics):
             raise InputError(f"--keep-best {name}: {missing}")
         bound = metrics.get(f"{name}/lower_bound")
@@ -40,7 +40,7 @@ class Goals:
         return {"metric": name, "step": step, "value": metrics[name], "lower_bound": bound}
 
     def _missing(self, name: str, metrics: Mapping[str, float]) -> str | None:
-        """Says once that there are metrics of the kind, of training or validation, and never was one of the name."""
+        """Says once that training, or validation, has metrics, but never one of the name."""
         of_validation = name.startswith("val/")
         known = [other for other in metrics if other.startswith("val/") == of_validation]
         logged = bool(known) if of_validation else "training/rows_in" in metrics
@@ -53,18 +53,20 @@ class Goals:
 
 def _near(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    return f"near: {', '.join(dict.fromkeys(other.removesuffix('/lower_bound') for other in near)) or 'none'}"
+    names = dict.fromkeys(other.removesuffix("/lower_bound") for other in near)
+    return f"near: {', '.join(names) or 'none'}"
 
 
 def check_names(args: RunArgs, samples: Mapping[str, int]) -> None:
-    """Raises InputError if --keep-best or --stop-when names a mean that no validation has. samples: of a prompt, by
-    data source; empty if unknown. The number of a scorer in the name is known later."""
+    """Raises InputError if --keep-best or --stop-when names a mean that no validation has.
+
+    samples: number for a prompt, by data source; empty if unknown. What scorers give besides is known later."""
     stop = StopWhen.parse(args.stop_when).metric if args.stop_when else ""
-    for flag, name in {
-        f"--keep-best {args.keep_best}": args.keep_best,
-        f"--stop-when {args.stop_when!r}": stop,
-    }.items():
-        mean = re.match(r"val/(.+/)mean@(\d+)", name) if samples else None
-        if mean and not any(mean[1].startswith(f"{source}/") and int(mean[2]) == n for source, n in samples.items()):
+    flags = {f"--keep-best {args.keep_best}": args.keep_best, f"--stop-when {args.stop_when!r}": stop}
+    for flag, name in flags.items():
+        mean = re.match(r"val/(.+/)mean@(\d+)", name)
+        if mean is None or not samples:
+            continue
+        if not any(mean[1].startswith(f"{source}/") and int(mean[2]) == n for source, n in samples.items()):
             known = [f"val/{source}/mean@{n}" for source, n in samples.items()]
             raise InputError(f"{flag}: no such metric of validation; {_near(name, known)}")

@@ -1,18 +1,18 @@
-"""How a run was started, as config.json holds it: the script, its flags, digests of the script and of files that flags
-name. A resume compares this with the checkpoint's; a change that alters results needs --resume-override.
-"""
+"""How a run was started, as config.json holds it: the script, its flags, digests of the files that they name.
+A resume compares this with the checkpoint's; a change that alters results needs --resume-override."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
+import os
 import platform
 import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # keys of config.json that are not flags; "script" is compared like a flag
 NO_FLAGS = {"contents", "history", "start", "effective", "no_effect"}
-RANK_0_COUNTS = {"run_name", "config"}  # flags that may differ between ranks; the flags in a config may not
+RANK_0_COUNTS = {"run_name", "config"}  # flags that may differ between ranks
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "math-verify")
 ROOT, STANDARD_LIBRARY = Path(__file__).parents[2], sysconfig.get_path("stdlib")
 
@@ -43,8 +43,9 @@ def describe_run(args: DataclassInstance, script: Path) -> dict[str, Any]:
 
 
 def describe_start(args: DataclassInstance, script: Path, trains: bool) -> dict[str, tuple[str, str]]:
-    """{what: (text to show, what must be equal on all ranks)}: flags, code and packages; of files that flags name the
-    contents. A rank that does not train (`trains`) needs no files. Raises InputError for a file that cannot be read."""
+    """{what: (text to show, what must be equal on all ranks)}: flags, code, packages, contents of files.
+
+    A rank that does not train (`trains`) needs no files. Raises InputError for a file that cannot be read."""
     start = {"the script": (script.name, digest_of(str(script)))}
     files = _named_files(args)
     try:
@@ -65,26 +66,28 @@ def describe_start(args: DataclassInstance, script: Path, trains: bool) -> dict[
 
 
 def _loaded_code() -> Iterator[tuple[str, Path]]:
-    """(name, file) of plainrl's code, and of what else is imported that is neither a package nor Python's."""
-    code = [file for folder in ("lib", "agent", "planner", "rewards") for file in sorted((ROOT / folder).rglob("*.py"))]
+    """(name, file) of plainrl's code, and of imported modules that are neither packages nor Python's."""
+    folders = [ROOT / name for name in ("lib", "agent", "planner", "rewards")]
+    code = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     yield from ((str(file.relative_to(ROOT)), file) for file in code)
     for name, module in sorted(sys.modules.items()):
         file = Path(getattr(module, "__dict__", {}).get("__file__") or "")
-        installed = {"site-packages", "dist-packages"} & {*file.parts} or file.is_relative_to(STANDARD_LIBRARY)
-        if name != "__main__" and file.suffix == ".py" and file.is_file() and not installed and file not in code:
+        installed = {"site-packages", "dist-packages"} & {*file.parts}
+        known = installed or file.is_relative_to(STANDARD_LIBRARY) or file in code or name == "__main__"
+        if not known and file.suffix == ".py" and file.is_file():
             yield f"the module {name}", file
 
 
 def code_files(args: DataclassInstance, script: Path) -> dict[str, Path]:
     """{name in starts/n: path} of the script and of the Python files that flags name."""
-    values = _named_files(args).values()
-    paths = [Path(_path_and_name(text)[0]).expanduser() for value in values for text in _texts(value)]
-    code = dict.fromkeys(path for path in paths if path.suffix == ".py" and path.is_file())
-    return {script.name: script} | {f"code/{number}-{path.name}": path for number, path in enumerate(code, 1)}
+    named = [path for value in _named_files(args).values() for path, _ in _paths(value)]
+    paths = dict.fromkeys(Path(path).expanduser() for path in named if path.endswith(".py"))
+    code = enumerate(filter(Path.is_file, paths), 1)
+    return {script.name: script} | {f"code/{number}-{path.name}": path for number, path in code}
 
 
 def code_changes(checkpoint: Path, code: dict[str, Path]) -> str:
-    """A unified diff, without secrets, from the code of the start that wrote the checkpoint to `code` (code_files)."""
+    """A unified diff, without secrets, from the code that wrote the checkpoint to `code` (code_files)."""
     before = read_json(checkpoint / "config.json") or {}
     renamed = {next(iter(code)): before.get("script")}
     lines: list[str] = []
@@ -107,69 +110,72 @@ def _chosen(args: Any) -> Iterator[tuple[str, Any, tuple]]:
 
 
 def _with_engine(config: dict[str, Any]) -> dict[str, Any]:
-    """A run as config.json holds it, with the engine that it had: --rollout-engine auto differs between machines."""
+    """A run's config with the engine that it had: --rollout-engine auto differs between machines."""
     engine = config.get("effective", {}).get("rollout_engine")
     return config | {"rollout_engine": engine} if engine else config
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The object in the file; None if there is no file. Raises InputError if the file holds no object."""
+    """The object in the file; None if there is no file. Raises InputError if it holds no object."""
     if not file.exists():
         return None
     try:
         return dict(json.loads(file.read_text()))
     except (ValueError, TypeError) as error:
-        raise InputError(f"{file}: not a JSON object ({error}): fix it; without it flags are not compared") from error
+        advice = "fix it; without it flags are not compared"
+        raise InputError(f"{file}: not a JSON object ({error}): {advice}") from error
 
 
 def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, overrides: set[str]) -> dict[str, list]:
-    """{flag: [was, is]} for each flag that has changed since the checkpoint. Prints these, and flags that are new or
-    gone. now: describe_run of `args`, whose fields are marked with what a resume may change.
+    """{flag: [was, is]} of the flags that changed since the checkpoint. Prints them, and flags that are new or gone.
 
-    Raises InputError for a change that alters results and is not in `overrides`, or cannot be overridden.
-    """
-    files = (checkpoint / "config.json", checkpoint.parent.parent / "config.json")
-    before = next(filter(None, map(read_json, files)), None)
+    now: describe_run of `args`, whose fields are marked with what a resume may change. Raises InputError for a
+    change that alters results and is not in `overrides`, or cannot be overridden."""
+    before = read_json(checkpoint / "config.json")
     if before is None:
         print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
         return {}
     before, now = _with_engine(before), _with_engine(now)
-    not_compared = NO_FLAGS | marked(args, OnResume.NOT_COMPARED) | ({"train_files"} if now["val_only"] else set())
+    not_compared = NO_FLAGS | marked(args, OnResume.NOT_COMPARED)
+    if now["val_only"]:
+        not_compared |= {"train_files"}
     ours, theirs = (config.keys() - not_compared for config in (now, before))
-    changed = {flag: [before[flag], now[flag]] for flag in now if flag in ours & theirs and _differs(flag, before, now)}
+    changed = _changed(before, now, ours & theirs)
     may_change = marked(args, OnResume.MAY_CHANGE) | overrides
     if now["lr_schedule"] != "constant":  # the schedule ends with the last step
         may_change -= {"total_steps"} - overrides
     refused = [flag for flag in changed if flag not in may_change]
     if refused:
         raise InputError(
-            f"{checkpoint} belongs to another run: {_changes(refused, changed)}. Undo it, set another --run-name "
+            f"{checkpoint} belongs to another run: {_joined(changed, refused)}. Undo it, set another --run-name "
             f"without --resume, or allow it with --resume-override {' '.join(refused)}"
         )
     for flag in changed:
         if why := _never(flag, now):
-            raise InputError(f"{_changes([flag], changed)}: {why}, so it needs a new run")
-    new = [f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs]
-    gone = [f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours)]
-    titles = ("changed", "not known to the checkpoint", f"not known to {now['script']}")
-    for title, text in zip(titles, (_changes(changed, changed), ", ".join(new), ", ".join(gone))):
+            raise InputError(f"{_joined(changed, [flag])}: {why}, so it needs a new run")
+    new = ", ".join(f"{_flag(flag)} {now[flag]!r}" for flag in now if flag in ours - theirs)
+    gone = ", ".join(f"{_flag(flag)} {before[flag]!r}" for flag in sorted(theirs - ours))
+    notes = {"changed": _joined(changed, changed), "not known to the checkpoint": new}
+    notes[f"not known to {now['script']}"] = gone
+    for title, text in notes.items():
         if text:
             print(f"{title}: {text}", flush=True)
-    return changed
+    return {flag: [before[flag], now[flag]] for flag in changed}
 
 
 def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
-    """Prints what has changed since the recording. Raises InputError for flags that it was sampled or scored with."""
+    """Prints what has changed since the recording. Raises InputError for flags that its samples depend on."""
     before, now = _with_engine(read_json(recording / "config.json") or {}), _with_engine(now)
     compared = before.keys() - NO_FLAGS - {"replay"} - marked(args, OnResume.NOT_COMPARED)
-    changed = {flag: [before[flag], now[flag]] for flag in now if flag in compared and _differs(flag, before, now)}
+    changed = _changed(before, now, compared)
     if refused := sorted(changed.keys() & marked(args, OnReplay.AS_RECORDED)):
         raise InputError(
-            f"--replay {recording}: {_changes(refused, changed)}. The recorded samples and scores depend on it: undo "
-            f"it (--config {recording}/config.json reads all flags), or sample again without --replay"
+            f"--replay {recording}: {_joined(changed, refused)}. The recorded samples and scores depend on it: "
+            f"undo it (--config {recording}/config.json reads all flags), or sample again without --replay"
         )
-    note = f"; changed: {_changes(changed, changed)}" if changed else ", no flag has changed"
-    print(f"replay of {recording}: steps need no engine and no scorer; validation samples with hf{note}", flush=True)
+    note = f"; changed: {_joined(changed, changed)}" if changed else ", no flag has changed"
+    needs = "steps need no engine and no scorer; validation samples with hf"
+    print(f"replay of {recording}: {needs}{note}", flush=True)
 
 
 def checked_overrides(overrides: Sequence[str], now: dict[str, Any]) -> set[str]:
@@ -183,45 +189,46 @@ def _never(flag: str, now: dict[str, Any]) -> str | None:
     """Why --resume-override cannot allow a change of the flag; None if it can."""
     if flag in ("lora_rank", "lora_target_modules", "freeze"):
         return "the checkpoint holds other weights"
-    if flag in ("num_mini_batches", "update_epochs") and (now["lr_schedule"] != "constant" or now["warmup_steps"]):
+    rate_changes = now["lr_schedule"] != "constant" or now["warmup_steps"]
+    if flag in ("num_mini_batches", "update_epochs") and rate_changes:
         return "the schedule of the learning rate counts updates"
     return None
 
 
-def _differs(flag: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    if flag == "rollout_engine" and all(config[flag] == "vllm" or "://" in config[flag] for config in (before, now)):
-        return False  # vLLM draws the same samples here and on any server
-    theirs, ours = (config.get("contents") or {} for config in (before, now))
-    other = {name: theirs[name] != ours[name] for name in theirs.keys() & ours.keys()}
-    if flag in other:
-        return other[flag]
-    if any(differs for name, differs in other.items() if name.startswith(f"{flag}.")):
-        return True
-    return before[flag] != now[flag]
+def _changed(before: dict[str, Any], now: dict[str, Any], flags: Collection[str]) -> dict[str, list[str]]:
+    """{flag: how it, or what its files hold, differs}, of the flags that do."""
+    found = {flag: _differences(flag, before, now) for flag in now if flag in flags}
+    return {flag: texts for flag, texts in found.items() if texts}
 
 
-def _changes(flags: Iterable[str], changed: dict[str, list]) -> str:
+def _differences(flag: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A text for the flag, or for each of its settings, whose value or contents differ."""
     texts = []
-    for flag, was, is_now in _leaves(flags, changed):
-        if was != is_now:
-            texts.append(f"{_flag(flag)} was {was}, is {is_now}")
-        elif isinstance(was, dict):
-            texts.append(f"a file of {_flag(flag)} holds something else")
-        else:
-            texts.append(f"{_flag(flag)} {was} holds other {'code' if flag == 'script' else 'data'}")
-    return ", ".join(texts)
+    was, is_now = _flat({flag: before[flag]}), _flat({flag: now[flag]})
+    for name in was | is_now:
+        values: Any = was.get(name), is_now.get(name)
+        digests = [(config.get("contents") or {}).get(name) for config in (before, now)]
+        if name == "rollout_engine" and all(re.fullmatch("vllm|.*://.*", engine) for engine in values):
+            continue  # vLLM draws the same samples here and on any server
+        if all(digests) and digests[0] == digests[1]:
+            continue  # the same files, perhaps at another place
+        if values[0] != values[1]:
+            texts.append(f"{_flag(name)} was {values[0]}, is {values[1]}")
+        elif all(digests):
+            texts.append(f"{_flag(name)} {values[1]} holds other {'code' if name == 'script' else 'data'}")
+    return texts
 
 
-def _leaves(flags: Iterable[str], changed: dict[str, list]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (flag, was, is now). Of a flag with several settings only those that differ."""
-    for flag in flags:
-        was, is_now = changed[flag]
-        if was != is_now and isinstance(was, dict) and isinstance(is_now, dict):
-            inner = {name: [was.get(name), is_now.get(name)] for name in was | is_now}
-            differ = [name for name, (before, now) in inner.items() if before != now]
-            yield from ((f"{flag}.{name}", *rest) for name, *rest in _leaves(differ, inner))
-        else:
-            yield flag, was, is_now
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their whole names, such as multi_turn.tools."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _joined(changed: dict[str, list[str]], flags: Iterable[str]) -> str:
+    return ", ".join(text for flag in flags for text in changed[flag])
 
 
 def _flag(name: str) -> str:
@@ -229,14 +236,14 @@ def _flag(name: str) -> str:
 
 
 def digest_of(value: str | list[str]) -> str:
-    """A digest of what the paths in a flag's value hold, wherever they lie. If it is no path, of the value itself.
+    """A digest of what the paths in a flag's value hold, wherever they lie; or of the value, if it is no path.
 
     Of a file above 64 MiB it takes the size and only 64 blocks: other weights differ everywhere."""
     digest = hashlib.sha256()
-    for text in _texts(value):
-        path, function = _path_and_name(text)
+    for path, function in _paths(value):
         files = _files_of(path)
-        digest.update(json.dumps([function, [file.name for file in files] if len(files) > 1 else []]).encode())
+        names = [file.name for file in files] if len(files) > 1 else []
+        digest.update(json.dumps([function, names]).encode())
         for file in files:
             size, block = file.stat().st_size, 2**16
             digest.update(str(size).encode())
@@ -249,23 +256,14 @@ def digest_of(value: str | list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _texts(value: str | list[str]) -> list[str]:
-    """The texts of a flag's value; two of "bash:FOLDER path/to/file.py:name", the words of a command with a program."""
-    return [part for text in ([value] if isinstance(value, str) else value) for part in _parts(text)]
-
-
-def _parts(text: str) -> list[str]:
-    if text.startswith("bash:"):
-        return text.split(" ", 1)
-    words = text.split()
-    is_command = len(words) > 1 and any(word.endswith(".py") and Path(word).is_file() for word in words)
-    return words if is_command else [text]
-
-
-def _path_and_name(text: str) -> tuple[str, str]:
-    """Of a flag's value: path/to/file.py:name, or a path, perhaps with its kind before it (search:FILE, gym:...)."""
-    path, name = text.rsplit(":", 1) if ".py:" in text else (text, "")
-    return re.sub("^(search|gym|bash):", "", path), name
+def _paths(value: str | list[str]) -> Iterator[tuple[str, str]]:
+    """(path, function) of what a flag's value names: a path, search:FILE, path/to/file.py:function, the words of
+    a command or of "bash:FOLDER path/to/file.py:name"."""
+    for text in [value] if isinstance(value, str) else value:
+        is_path = os.path.exists(text)  # noqa: PTH110  Path.exists raises OSError for a long text
+        for word in [text] if is_path else text.split(" "):
+            path, function = word.rsplit(":", 1) if ".py:" in word else (word, "")
+            yield re.sub("^(search|gym|bash):", "", path), function
 
 
 def _files_of(name: str) -> list[Path]:

@@ -1,8 +1,8 @@
-"""Validation scores from n samples per prompt. pass@k as 1 - (1 - c/n)^k is biased; the estimators here are not."""
+"""Validation: scores from n samples per prompt, by unbiased estimators (1 - (1 - c/n)^k is biased)."""
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
@@ -17,7 +17,8 @@ from lib.data import PromptDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, broadcast, enter_stage, timed
 from lib.log.metrics import merge_metrics
-from lib.log.tracking import Tracker, sample_rows
+from lib.log.samples import sample_rows
+from lib.log.tracking import Tracker
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, request_seeds, truncated_rows
@@ -25,10 +26,9 @@ from lib.seeds import seeded
 
 
 def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
-    """The chance that k of n samples, drawn without replacement, contain one of the c right ones; n and c broadcast.
+    """The chance that k of n samples, drawn without replacement, contain one of the c right ones.
 
-    1 - C(n-c, k) / C(n, k), the unbiased estimator of arXiv:2107.03374, eq. 1, as a product without large numbers.
-    """
+    n and c broadcast. 1 - C(n-c, k) / C(n, k), arXiv:2107.03374, eq. 1, as a product without large numbers."""
     n, c = np.broadcast_arrays(np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.int64))
     if k < 1 or np.any(n < k) or np.any(c < 0) or np.any(c > n):
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got k={k}, n={n}, c={c}")
@@ -39,15 +39,15 @@ def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
 
 
 def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
-    """Expected score of the most frequent answer among k of one prompt's n samples, drawn without replacement.
+    """Expected score of the most frequent answer among k of one prompt's n samples.
 
-    Exact over all C(n, k) subsets if these are at most `max_subsets`, else the mean of that many seeded draws. An
-    answer's score is the mean of its samples in the subset. A tie gives the mean score of the tied answers. A sample
-    without an answer (None or "") has no vote. A subset without any vote gives the mean of its scores.
-    """
+    Exact over all C(n, k) subsets up to `max_subsets`, else the mean of that many seeded draws. An answer's score
+    is the mean of its samples in the subset; a tie gives the mean of the tied answers. A sample without an answer
+    (None or "") has no vote. A subset without any vote gives the mean of its scores."""
     n = len(preds)
     if not 1 <= k <= n or len(scores) != n:
-        raise ValueError(f"maj@k needs 1 <= k <= n and n scores, got k={k}, {n} preds, {len(scores)} scores")
+        given = f"k={k}, {n} preds, {len(scores)} scores"
+        raise ValueError(f"maj@k needs 1 <= k <= n and n scores, got {given}")
     drawn = _subsets(n, k, max_subsets)  # (S, n), 1 = in the subset
     values = np.asarray(scores, dtype=float)
     majority = drawn @ values / k  # (S,)
@@ -56,7 +56,7 @@ def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int 
         if pred not in (None, "", *answers):
             answers.append(pred)
     if answers:
-        votes = np.array([[pred == answer for answer in answers] for pred in preds], dtype=float)  # (n, A)
+        votes = np.array([[pred == answer for answer in answers] for pred in preds], float)  # (n, A)
         counts = drawn @ votes  # (S, A)
         answer_scores = drawn @ (votes * values[:, None]) / np.maximum(counts, 1)
         leads = (counts == counts.max(1, keepdims=True)) & (counts > 0)
@@ -77,7 +77,7 @@ def _subsets(n: int, k: int, max_subsets: int) -> np.ndarray:
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
-    """Expected maximum of k of n values, drawn without replacement: Σ_j x_j·C(j − 1, k − 1) / C(n, k) of sorted x."""
+    """Expected maximum of k of n values: Σ_j x_j·C(j − 1, k − 1) / C(n, k) of sorted x."""
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"best@k needs 1 <= k <= n, got k={k}, n={n}")
@@ -87,9 +87,8 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 def confidence_interval(prompts: Sequence[Sequence[float]], z: float = 1.96) -> tuple[float, float] | None:
     """The 95 % confidence interval of the mean over prompts, each with the values of its samples.
 
-    Values of 0 and 1, or of -1 and 1: Wilson's (JASA 22, 1927), with each prompt as one observation: its samples depend
-    on one another. Others: mean -+ z x standard error over prompts; None for a single prompt.
-    """
+    Values of 0 and 1, or of -1 and 1: Wilson's (JASA 22, 1927). Each prompt is one observation, since its samples
+    depend on one another. Others: mean -+ z x standard error over prompts; None for a single prompt."""
     means, n = np.array([np.mean(samples) for samples in prompts], dtype=float), len(prompts)
     mean, values = float(means.mean()), {value for samples in prompts for value in samples}
     for worst in 0, -1:
@@ -110,40 +109,40 @@ class Validated(NamedTuple):
 
     prompt: int  # the prompt's number in the data set
     data_source: str
-    numbers: dict[str, float]  # "score" and the scorer's other numbers; empty if it was aborted or not scored
+    numbers: dict[str, float]  # "score" and the scorer's other numbers; empty if it was not scored
     answer: Any  # the scorer's "pred"; None or "": no answer
     truncated: bool
 
 
 def validated_rows(batch: DataProto, extras: Mapping[str, list], prompts: Sequence[int]) -> list[Validated]:
-    """The rows of a scored batch, for `validation_metrics`. extras: B values by key; prompts: B numbers."""
+    """The rows of a scored batch. extras: values by key; prompts: numbers; both may have more than B."""
     scored = batch.batch["response_mask"].any(1).tolist()
     columns = {"score": batch.batch["token_level_scores"].sum(1).tolist()} | dict(extras)
-    answers, sources = columns.pop("pred", [None] * len(batch)), batch.non_tensor_batch["data_source"]
-    rows, truncated = [], truncated_rows(batch).tolist()
-    for i, prompt in enumerate(prompts[: len(batch)]):
-        given = {key: float(values[i]) for key, values in columns.items() if scored[i] and is_number(values[i])}
-        rows.append(Validated(prompt, sources[i], given, answers[i], truncated[i]))
+    answers = columns.pop("pred", [None] * len(batch))
+    sources, truncated = batch.non_tensor_batch["data_source"], truncated_rows(batch).tolist()
+    rows = []
+    for i in range(len(batch)):
+        values = {key: column[i] for key, column in columns.items() if scored[i]}
+        numbers = {key: float(value) for key, value in values.items() if is_number(value)}
+        rows.append(Validated(prompts[i], sources[i], numbers, answers[i], truncated[i]))
     return rows
 
 
 def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) -> dict[str, float]:
     """val/<data_source>/... from the responses of all ranks, n for every prompt; k = 1, 2, 4, ... n.
 
-    - mean@n, best@k, maj@k of the score, and under <key>/ of each number that the scorer gave: the mean of the samples,
-      the expected maximum of k, the value of the most frequent answer among k
-    - pass@k: the chance that one of k is right. Right means above `correct_above`, for the scorer's "acc" if it gives
-      one (with several scorers, the first that does), else for the score
-    - mean@n/ci_low, ci_high of that "acc" or score: its `confidence_interval`; its mean, for want of one
-    - mean@n/lower_bound: the lower end of that of each mean@n, for --keep-best
+    - mean@n, best@k, maj@k of the score, and under <key>/ of each number that the scorer gave: the mean of the
+      samples, the expected maximum of k, the value of the most frequent answer among k
+    - pass@k: the chance that one of k is right, that is above `correct_above`, by the scorer's "acc" (the first one
+      of several scorers) or else by the score
+    - mean@n/ci_low, ci_high of that "acc" or score: its `confidence_interval`; without one, its mean
+    - mean@n/lower_bound, for --keep-best: the lower end of each mean@n's interval
     - clip_ratio: the share of truncated responses
-    - unscored, and val/unscored over all sources: responses that are in no other number. Their prompts have fewer than
-      n samples; a prompt with fewer than k samples is not in the numbers at k
+    - unscored, and val/unscored over all sources: responses that are in no other number. A prompt with fewer than k
+      scored samples is not in the numbers at k
 
-    Raises:
-        InputError: two numbers have one name, as "b" of data source "a" and the score of data source "a/b".
-        ValueError: prompts of one data source have different numbers of responses.
-    """
+    Raises InputError if two numbers have one name ("b" of data source "a", the score of data source "a/b"), and
+    ValueError if prompts of one data source have different numbers of responses."""
     of_source: dict[str, dict[int, list[Validated]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         of_source[row.data_source][row.prompt].append(row)
@@ -151,7 +150,8 @@ def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) ->
     for source, prompts in of_source.items():
         sizes = {len(samples) for samples in prompts.values()}
         if len(sizes) > 1:
-            raise ValueError(f"{source}: prompts with {sorted(sizes)} samples; every prompt needs the same number")
+            every = "every prompt needs the same number"
+            raise ValueError(f"{source}: prompts with {sorted(sizes)} samples; {every}")
         of_this = _source_metrics(list(prompts.values()), correct_above)
         metrics.append({f"val/{source}/{name}": value for name, value in of_this.items()})
     return merge_metrics(metrics)
@@ -178,17 +178,18 @@ def _source_metrics(prompts: list[list[Validated]], correct_above: float) -> dic
             metrics[f"{name}mean@{n}/lower_bound"] = interval[0]
         if key == accuracy:
             mean = metrics[f"{name}mean@{n}"]
-            metrics |= {f"{name}mean@{n}/ci_{end}": x for end, x in zip(("low", "high"), interval or (mean, mean))}
+            low, high = interval or (mean, mean)
+            metrics |= {f"{name}mean@{n}/ci_low": low, f"{name}mean@{n}/ci_high": high}
         for k in sorted({2**power for power in range(n.bit_length())} | {n}):
-            enough = [pair for pair in zip(values, answers) if len(pair[0]) >= k]
+            enough = [(x, votes) for x, votes in zip(values, answers) if len(x) >= k]
             if not enough:
                 break
             if k > 1:
-                metrics[f"{name}best@{k}"] = float(np.mean([best_at_k(samples, k) for samples, _ in enough]))
+                metrics[f"{name}best@{k}"] = float(np.mean([best_at_k(x, k) for x, _ in enough]))
             if voted:
-                metrics[f"{name}maj@{k}"] = float(np.mean([maj_at_k(votes, samples, k) for samples, votes in enough]))
+                metrics[f"{name}maj@{k}"] = float(np.mean([maj_at_k(votes, x, k) for x, votes in enough]))
             if key == accuracy:
-                right = [pass_at_k(len(x), sum(value > correct_above for value in x), k) for x, _ in enough]
+                right = [pass_at_k(len(x), sum(score > correct_above for score in x), k) for x, _ in enough]
                 metrics[f"pass@{k}"] = float(np.mean(right))
     return metrics
 
@@ -212,38 +213,38 @@ class Validation:
         metrics = self.rollouts.sync(actor, step)
         results: list[Validated] = []
         shown: list[dict] = []
-        first_prompt = first_response = 0  # of the set, among those of all sets
-        for val_set, dataset in self.sets:
-            self._add(results, shown, step, val_set, dataset, first_prompt, first_response)
-            first_prompt += len(dataset)
-            first_response += len(dataset) * val_set.samples
-        results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # the same order on any number of ranks
+        folder = broadcast(self.tracker.run_dir)
+        for batch, extras, prompts in self._scored_batches(step):
+            results += validated_rows(batch, extras, prompts)
+            shown += sample_rows(batch, self.rewards.manager.tokenizer, folder)
+        results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # on any number of ranks
         self.tracker.samples(all_gather_lists(shown), step, show=self.args.show_samples)
         return metrics | validation_metrics(results)
 
-    def _add(
-        self, results: list, shown: list, step: int, val_set: ValidationSet, dataset, first_prompt: int, first: int
-    ) -> None:
-        """Adds this rank's responses to the prompts of a set, and what samples.jsonl has of them. A collective."""
-        world, n = self.rollouts.world, val_set.samples
-        sampling = val_set.sampling(self.rollouts.sampling)
-        per_rank = math.ceil(len(dataset) / world.size)
-        per_call = max(1, self.sizes.local_rows // n)
-        folder = broadcast(self.tracker.run_dir)
-        for start in range(0, per_rank, per_call):
-            enter_stage(f"validation at step {step}")
-            # every rank takes the same number of rows; those beyond the data set's end only fill up
-            rows = [world.rank + world.size * i for i in range(start, min(start + per_call, per_rank))]
-            items = collate_fn([self._item(dataset, row, first_prompt) for row in rows])
-            prompts = DataProto.from_single_dict(items).to(world.device)
-            prompts.non_tensor_batch["uid"] = np.array([f"val-{first_prompt + row}" for row in rows], dtype=object)
-            numbers = [first + row * n + sample for row in rows for sample in range(n)]
-            seeds = request_seeds(self.rollouts.seed, -1, numbers)
-            batch = self.rollouts.generate(prompts, n, sampling=sampling, seeds=seeds)
-            extras, _ = self.rewards.submit(batch, step).add_to(batch)
-            batch = batch[: sum(row < len(dataset) for row in rows) * n]
-            results += validated_rows(batch, extras, [first_prompt + row for row in rows for _ in range(n)])
-            shown += sample_rows(batch, self.rewards.manager.tokenizer, folder)
+    def _scored_batches(self, step: int) -> Iterator[tuple[DataProto, dict[str, list], list[int]]]:
+        """This rank's responses: (batch, what the scorer gave besides, number of each row's prompt). A collective."""
+        world = self.rollouts.world
+        first_prompt = first_response = 0  # of the set, among those of all sets
+        for val_set, dataset in self.sets:
+            n, sampling = val_set.samples, val_set.sampling(self.rollouts.sampling)
+            per_rank = math.ceil(len(dataset) / world.size)
+            per_call = max(1, self.sizes.local_rows // n)
+            for start in range(0, per_rank, per_call):
+                enter_stage(f"validation at step {step}")
+                # every rank takes the same number of rows; rows beyond the data set's end only fill up
+                part = range(start, min(start + per_call, per_rank))
+                rows = [world.rank + world.size * i for i in part]
+                items = collate_fn([self._item(dataset, row, first_prompt) for row in rows])
+                prompts = DataProto.from_single_dict(items).to(world.device)
+                prompts.non_tensor_batch["uid"] = np.array([f"val-{first_prompt + row}" for row in rows], dtype=object)
+                of_prompt = [first_prompt + row for row in rows for _ in range(n)]
+                numbers = [first_response + row * n + sample for row in rows for sample in range(n)]
+                seeds = request_seeds(self.rollouts.seed, -1, numbers)
+                batch = self.rollouts.generate(prompts, n, sampling=sampling, seeds=seeds)
+                extras, _ = self.rewards.submit(batch, step).add_to(batch)
+                yield batch[: sum(row < len(dataset) for row in rows) * n], extras, of_prompt
+            first_prompt += len(dataset)
+            first_response += len(dataset) * n
 
     def _item(self, dataset: PromptDataset, row: int, first_prompt: int) -> dict:
         with seeded(f"{self.rollouts.seed} validation {first_prompt + row}"):
@@ -254,7 +255,7 @@ class Validation:
 
 
 def check_sources(sets: Sequence[tuple[ValidationSet, Any]]) -> None:
-    """Raises InputError if a data source is in two sets: its metrics would mix two ways of sampling."""
+    """Raises InputError if a data source is in two sets: its metrics would mix two samplings."""
     files: dict[str, str] = {}
     for val_set, dataset in sets:
         for source in sorted(dataset.data_sources):

@@ -25,7 +25,8 @@ from lib.model.log_probs import ROW_TOLERANCE
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.server_weights import _buckets
 from lib.rollout.weight_sync import CheckedStream, weight_checksum
-from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.run.checkpoint import load_checkpoint, save_checkpoint
+from lib.run.export import export_hf
 from tests.common import MROPE, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch
 from tests.gpu import strict
 from tests.gpu.strict import events, on_gpu, waits

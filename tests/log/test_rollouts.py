@@ -27,7 +27,7 @@ from lib.log.rollouts import kept_rows, rollout_file, rollouts_table, token_text
 from lib.log.tracking import Tracker
 from lib.model import load_tokenizer
 from lib.run import Run
-from lib.run.run import set_aside
+from lib.run.resume import cut_logs
 from tests.common import ROOT, SEVERAL_UPDATES, SMALL, TOY_MODEL, fork, full_disk, ran, rollout_batch, with_slow
 
 TOOLS = [
@@ -309,7 +309,7 @@ def test_a_run_that_ends_early_has_the_file_of_its_last_step(tmp_path, monkeypat
     monkeypatch.setattr(run_module, "write_rollouts", slow)
     run = run_in(tmp_path)
     run.save_rollouts(1, trained_batch(), [], load_tokenizer(TOY_MODEL))
-    run._end_early(interrupted=False)
+    run.end_early(interrupted=False)
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001-rank_0.parquet"]
 
 
@@ -323,14 +323,9 @@ BAD_ROWS = {
     "no step": b'{"reward/mean": 1}',
     "a step that is none": b'{"step": true}',
     "an infinite step": b'{"step": Infinity}',
-    "a metric that is none": b'{"step": 1, "a": "x"}',
-    "infinity": b'{"step": 1, "a": Infinity}',
-    "overflow": b'{"step": 1, "a": 1e999}',
-    "a huge number": b'{"step": 1, "a": ' + b"9" * 400 + b"}",
     "more digits than Python reads": b'{"step": 1, "a": ' + b"9" * 10_000 + b"}",
     "nested": b'{"step": 1, "a": ' + b"[" * 100_000 + b"}",
     "no UTF-8": b'{"step": 1, "\xff": 1}',
-    "other nonfinite": b'{"step": 1, "nonfinite": 5}',
 }
 
 
@@ -341,28 +336,22 @@ def test_a_row_that_no_run_has_written_is_said_in_one_line(bad, tmp_path):
     run.tracker = Tracker(tmp_path, {}, total_steps=9)
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"step": 1, "a": null, "nonfinite": {"a": "nan"}}\n' + BAD_ROWS[bad] + b'\n{"step": 2}\n')
-    for read in (lambda: set_aside(tmp_path, 1), run.tracker.notes, lambda: run.tracker.reread(1)):
+    for read in (lambda: cut_logs(tmp_path, 1), run.tracker.notes, lambda: run.tracker.reread(1)):
         with pytest.raises(InputError, match=r"metrics.jsonl, line 2: not a row of a run: fix or delete it$"):
             read()
-    assert not (tmp_path / "abandoned").exists()
-    run._end_early(interrupted=False)
+    run.end_early(interrupted=False)
     assert not run.tracker.enabled  # its trackers are closed
 
 
-def test_a_rewind_takes_out_samples_of_later_steps_of_any_number_of_ranks(tmp_path, capsys):
+def test_samples_of_steps_that_run_again_are_removed_whatever_ranks_wrote_them(tmp_path, capsys):
     files = [rollout_file(tmp_path, step, rank) for step, rank in ((2, 0), (3, 0), (3, 1), (1_000_000, 7))]
     files[0].parent.mkdir()
     for file in files:
         file.write_text(file.name)
-    files[0].with_suffix(".tmp").write_text("kill -9 in the middle of a file")
-    set_aside(tmp_path, 2)
-    assert [*(tmp_path / "rollouts").iterdir()] == files[:1]
-    aside = tmp_path / "abandoned/1"
-    assert {file.name: file.read_text() for file in (aside / "rollouts").iterdir()} == {
-        f.name: f.name for f in files[1:]
-    }
-    assert capsys.readouterr().out == f"set aside in {aside}: 3 files of rollouts\n"
-    set_aside(tmp_path, 2)
-    assert not (tmp_path / "abandoned/2").exists()
-    set_aside(tmp_path, 0)  # a start from the start
-    assert [*(tmp_path / "rollouts").iterdir()] == [] and (tmp_path / "abandoned/2/rollouts" / files[0].name).exists()
+    rollout_file(tmp_path, 3, 2).with_suffix(".tmp").write_text("kill -9 in the middle of a file")
+    for _ in range(2):
+        cut_logs(tmp_path, 2)
+        assert [*(tmp_path / "rollouts").iterdir()] == files[:1]
+    assert capsys.readouterr().out == "removed what came after step 2: 4 files of rollouts\n"
+    cut_logs(tmp_path, 0)  # a start from the start
+    assert [*(tmp_path / "rollouts").iterdir()] == []

@@ -21,7 +21,8 @@ from lib.model import (
     without_adapters,
 )
 from lib.rollout import weight_checksum
-from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.run.checkpoint import load_checkpoint, save_checkpoint
+from lib.run.export import export_hf
 from tests.common import TOY_MODEL, checkpoint_state, randomize_lora_b, rollout_batch, run_ranks, save_tiny
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]

@@ -56,7 +56,8 @@ from lib.model import (
     response_values,
     reward_model_scores,
 )
-from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.run.checkpoint import load_checkpoint, save_checkpoint
+from lib.run.export import export_hf
 from lib.sampling import Truncation
 from planner.meta import LiveBytes
 from tests.common import TOY_MODEL, rollout_batch, run_ranks, save_tiny

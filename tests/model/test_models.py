@@ -33,7 +33,7 @@ from lib.model import (
 from lib.model.attention import STATE_LAYERS, packed_attention
 from lib.rollout import HFEngine, Sampling, hf_engine, request_seeds
 from lib.rollout.weight_sync import CheckedStream
-from lib.run.checkpoint import export_hf
+from lib.run.export import export_hf
 from planner.meta import kv_bytes_per_token, meta_model
 from tests.common import ROOT, SMALL, TOY_MODEL, VOCAB, fork, metrics, ran, rollout_batch, run_ranks
 

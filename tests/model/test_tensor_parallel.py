@@ -38,7 +38,8 @@ from lib.distributed import (
 from lib.distributed.sharding import parallel_styles
 from lib.model import check_tensor_parallel, load_model, response_log_probs
 from lib.rollout import weight_checksum
-from lib.run.checkpoint import export_hf, load_checkpoint, save_checkpoint
+from lib.run.checkpoint import load_checkpoint, save_checkpoint
+from lib.run.export import export_hf
 from tests.common import (
     SMALL,
     TOY_MODEL,

@@ -39,7 +39,7 @@ from lib.model import (
 from lib.model.attention import attention_and_packing
 from lib.model.load import decoder_layers
 from lib.model.vision import cache_keyword, family_of, images_of_prompts, vision_names
-from lib.run.checkpoint import export_hf
+from lib.run.export import export_hf
 from tests.common import (
     IMAGE,
     MROPE,

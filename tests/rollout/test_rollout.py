@@ -70,7 +70,7 @@ from lib.rollout.stream import check_lengths
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.vllm_start import adapter_settings
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter
-from lib.run.checkpoint import write_adapter
+from lib.run.export import write_adapter
 from tests.common import TOY_MODEL, give_generation_config, parse_flags, randomize_lora_b, rollout_batch, save_tiny
 from tools.mismatch import Batch
 

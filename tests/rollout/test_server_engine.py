@@ -48,7 +48,7 @@ from lib.rollout import (
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.server_weights import ServerWeights
 from lib.rollout.servers import PATH, Servers
-from lib.run.checkpoint import export_hf
+from lib.run.export import export_hf
 from tests.agent.random_agents import Client, trained_of
 from tests.agent.test_agent_loop import (
     Add,

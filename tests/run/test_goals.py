@@ -182,8 +182,6 @@ def test_the_best_stays_besides_the_newest(tmp_path, capfd):
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
 
     assert steps(tmp_path, bounds, "auto") == [[[3, 4, 6], 3], [[3, 6, 8], 3]]  # as if it had not been interrupted
-    rewound = str(tmp_path / "run/checkpoints/step_000003")
-    assert steps(tmp_path, {4: 0.3, 5: 0.6}, rewound)[-1] == [[4, 5], 5]  # later checkpoints are set aside
     # another run starts with no best of its own, and leaves that of the first
     branch = steps(tmp_path, {7: 0.1, 8: 0.05}, str(tmp_path / "copy/checkpoints/step_000006"), "branch")
     assert branch == [[[7], 7], [[7, 8], 7]]

@@ -14,7 +14,7 @@ import yaml
 import grpo
 from launch.sweep import Args, main, read_sweep
 from lib import InputError
-from lib.run.run import take_lock
+from lib.run.lock import take_lock
 from tests.common import ROOT, parse_flags
 
 SCRIPT = """

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lib import InputError
-from lib.run.checkpoint import save_checkpoint, write_model
+from lib.run.checkpoint import save_checkpoint
+from lib.run.export import write_model
 from tests.common import SMALL, TOY_MODEL, checkpoint_state, fork, full_disk, ran, run_ranks, save_tiny
 from tests.run.test_checkpoint import HostBytes
 from tools.export import Args, main, start_model, weights

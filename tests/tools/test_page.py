@@ -26,7 +26,7 @@ from PIL import Image
 
 from benchmarks.run_page import SCHEMA, response_row, write_rollouts, write_run
 from lib import InputError
-from lib.run.run import take_lock
+from lib.run.lock import take_lock
 from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
 from tests.tools.browser import launch_options, why_no_browser
 from tests.tools.test_compare import write as write_compared

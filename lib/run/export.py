@@ -1,0 +1,123 @@
+"""Writes a policy in Hugging Face form: whole weights, or LoRA adapters."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from lib.distributed import full_tensor, iter_full_params
+from lib.log.disk import writes_to
+from lib.run.checkpoint import publish
+
+MAX_SHARD_BYTES = 5 * 10**9  # of a file of an exported model
+
+
+def export_hf(
+    model: PreTrainedModel,
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
+    out_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer
+    or (of a vision model) processor. A collective. Raises InputError (on rank 0) if it cannot be written.
+
+    Of a model with LoRA adapters these are the merged weights; the adapters go to `out_dir`/adapter, a folder for peft.
+    Rank 0 has the weights of one file (at most `max_shard_bytes`, or one layer) at a time in CPU memory.
+    """
+    out_dir = Path(out_dir)
+    tmp = out_dir.with_name(out_dir.name + ".tmp")
+    with writes_to(out_dir, "the model was not exported, checkpoints are as they were"):
+        try:
+            _export_to(tmp, model, processor, dtype, max_shard_bytes)
+        except (OSError, SafetensorError):
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise
+        if dist.get_rank() == 0:
+            publish(tmp, out_dir)
+    dist.barrier()
+
+
+def _export_to(tmp: Path, model, processor, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    first, weights = dist.get_rank() == 0, iter_full_params(model, dtype)
+    if first:
+        write_model(tmp, model, weights, max_shard_bytes)
+    else:
+        for _ in weights:
+            pass
+    adapter = {name: full_tensor(p.detach()).cpu() for name, p in model.named_parameters() if ".lora_" in name}
+    if first:
+        if adapter:
+            write_adapter(tmp / "adapter", model, adapter)
+        if (own := getattr(model, "generation_config", None)) is not None:
+            own.to_json_file(tmp / "generation_config.json")  # save_pretrained may refuse it: temperature, no do_sample
+        processor.save_pretrained(tmp)
+
+
+def layers(weights: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+    """Groups (name, ...) of neighbouring weights by decoder layer. A layer stays together, because transformers may
+    convert some of its weights together (experts)."""
+    for _, layer in groupby(weights, lambda weight: _layer(weight[0])):
+        yield list(layer)
+
+
+def _shards(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields weights by name, some layers at a time, in CPU memory. A dict is emptied when the next is asked for."""
+    shard: dict[str, torch.Tensor] = {}
+    for layer in layers((name, weight.cpu()) for name, weight in weights):
+        if shard and sum(weight.nbytes for weight in (*shard.values(), *dict(layer).values())) > max_bytes:
+            yield shard
+            shard.clear()
+        shard |= layer
+    yield shard
+
+
+def _layer(name: str) -> str:
+    """The path of the decoder layer that the weight is in, or else of its module."""
+    layer = re.match(r".*?\.\d+\.", name)
+    return layer[0] if layer else name.rpartition(".")[0]
+
+
+def write_model(
+    folder: Path, model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Writes model.safetensors, or several files and their index, and the config, of a model of the class and config of
+    `model` with these weights: as save_pretrained, but with the weights of one file in memory."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
+        model = type(model)(deepcopy(model.config))
+    files, total_size = list[Path](), 0
+    for shard in _shards(weights, max_bytes):
+        total_size += sum(weight.nbytes for weight in shard.values())
+        if not files:
+            model.to(next(iter(shard.values())).dtype)  # goes to the config
+        model.save_pretrained(folder, state_dict=shard, max_shard_size=sys.maxsize)
+        files.append((folder / "model.safetensors").rename(folder / f"shard_{len(files)}"))
+    if len(files) == 1:
+        files[0].rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, file in enumerate(files, 1):
+        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        with safe_open(file.rename(folder / name), "pt") as written:
+            weight_map |= dict.fromkeys(written.keys(), name)
+    metadata = {"total_parameters": model.num_parameters(), "total_size": total_size}
+    index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
+    (folder / "model.safetensors.index.json").write_text(index + "\n")
+
+
+def write_adapter(folder: Path, model: PreTrainedModel, adapter: dict[str, torch.Tensor]) -> None:
+    """Writes the LoRA adapters in peft's form. adapter: those of `model`, by the names of its parameters."""
+    own, model.generation_config = model.generation_config, GenerationConfig()  # save_pretrained may refuse its own
+    model.save_pretrained(folder, state_dict=adapter)
+    model.generation_config = own

@@ -1,0 +1,59 @@
+"""One writer for a folder."""
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+from typing import TextIO
+
+from lib import InputError
+
+LOCK = ".lock"
+PATIENCE_S = 5.0  # how long to wait for a process that is about to end
+
+
+def take_lock(folder: Path, flag: str = "--run-name") -> TextIO:
+    """Makes the folder if it is missing and locks it, until the returned file is closed or the process ends.
+
+    It is an fcntl lock: children do not inherit it, and file servers (NFS, Lustre, GPFS) show it to other hosts. The
+    file says who has it; its owner empties it before it closes it, so a text is left by a process that was killed.
+
+    Raises InputError, with `flag`, which names the folder, if another process has the lock."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from error
+    end = time.monotonic() + PATIENCE_S
+    while not _is_taken(lock):
+        if time.monotonic() >= end:
+            raise InputError(
+                f"{folder} is in use by {_holder(lock) or 'another process'}: end that run first, or give another "
+                f"{flag} (if its host is gone for good, delete {lock.name})"
+            )
+        time.sleep(0.1)
+    host = socket.gethostname()
+    left = _holder(lock)
+    if left and f" on {host} since " not in left:  # in some file systems locks do not reach other hosts
+        print(f"{folder} was left open by {left}: make sure that it has ended", flush=True)
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on {host} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    lock.flush()
+    os.fsync(lock.fileno())  # for readers on other hosts
+    return lock
+
+
+def _is_taken(lock: TextIO) -> bool:
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # another process has it
+        return False
+    except OSError as error:
+        print(f"{lock.name}: no file locks here ({error.strerror}), so a second run is not prevented", flush=True)
+    return True
+
+
+def _holder(lock: TextIO) -> str:
+    lock.seek(0)
+    return lock.read()

@@ -1,0 +1,175 @@
+"""The start of a run: locks its folder, finds its checkpoint, compares the flags, opens the logs."""
+
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lib import InputError, distributed
+from lib.args import ScriptArgs, check_model_path
+from lib.cli.flags import Names, as_flag, changed_flags, marked
+from lib.data import local_copy
+from lib.distributed import World
+from lib.log.disk import writes_to
+from lib.log.tracking import Tracker
+from lib.rollout import Recorder, Replayer, check_recorded
+from lib.run import run_config
+from lib.run.checkpoint import saved_step
+from lib.run.lock import LOCK, take_lock
+from lib.run.provenance import write_start
+from lib.run.resume import find_checkpoint, has_steps, own_path
+from lib.run.run import RECORDED_BY, Run, write_json
+from lib.run.run_config import read_json
+
+MOST_LINES = 40  # of the code's changes, on the screen
+
+
+def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
+    """Opens the run of these flags before a model loads. With val_only it is not changed. A collective.
+
+    script: the script's `__file__`. effective: values of flags that were left to the run, for config.json.
+
+    Raises InputError, on every rank, if another process has the folder, steps would be overwritten, there is no
+    such checkpoint, it had other flags, or a tracker is missing or not logged in."""
+    models = {"--model": args.model.model, "--critic-model": args.critic_model}
+    for flag, path in (models | {"--reward-model": args.reward.reward_model}).items():
+        if path:  # a URL is compared by what is there
+            check_model_path(local_copy(path), flag)
+    name = distributed.broadcast(args.run.run_name or default_name(script, args.run.seed))
+    folder = Path(args.run.output_dir) / name
+    tracker = Tracker(folder, {}, total_steps=0, enabled=False)
+    run = Run(name, folder, args.run, args.validation, world, tracker, args.rollout.mismatch_limit)
+    if world.rank == 0 or args.run.profile_steps:
+        distributed.on_early_end(run.end_early)
+
+    def open_here() -> tuple[Path | None, int, bool]:
+        with writes_to(folder, "the run was not opened"), ExitStack() as locks:  # released if it is refused
+            _lock(folder, "--run-name", locks)  # first: another start may change what is there
+            if args.run.record:
+                _claim_recording(Path(args.run.record), folder, args.run.resume, locks)
+            opened = _open(run, args, Path(script), effective or {})
+            run.locks = locks.pop_all()
+            return opened
+
+    run.checkpoint, run.step, run.new_data = distributed.on_first_rank(open_here)
+    if world.rank == 0:
+        print(f"run folder: {folder}", flush=True)
+    if args.run.record:
+        run.recorder = Recorder(Path(args.run.record), world)
+    elif args.run.replay:
+        run.recorder = Replayer(Path(args.run.replay), world)
+    if world.rank == 0 and world.device.type != "cpu" and run.peak_tflops is None:
+        device = distributed.device_name(world.device)
+        print(f"no MFU: lib/log/throughput.py has no peak of {device}", flush=True)
+    distributed.note_waits_in(folder / "waits.txt")
+    return run
+
+
+def default_name(script: str, seed: int) -> str:
+    """A name that no other run has: a sweep starts several in the same second, on hosts that share a disk."""
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return f"{Path(script).stem}-s{seed}-{now}-{secrets.token_hex(4)}"
+
+
+def _lock(folder: Path, flag: str, locks: ExitStack) -> None:
+    lock = locks.enter_context(take_lock(folder, flag))
+    locks.callback(lock.truncate, 0)  # before it is closed
+
+
+def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStack) -> None:
+    """Raises InputError unless the folder is new or empty, or its own run is resumed."""
+    others = InputError(f"--record {recording}: the folder contains other files: give a new one")
+    if recording.resolve() == folder.resolve():
+        raise others
+    _lock(recording, "--record", locks)
+    by = (read_json(recording / "config.json") or {}).get(RECORDED_BY)
+    if by is None and {path.name for path in recording.iterdir()} != {LOCK}:
+        raise others
+    if by is not None and (by != str(folder.resolve()) or resume == "never"):
+        raise InputError(f"--record {recording}: it contains the recording of {by}: give a new folder")
+
+
+def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]) -> tuple[Path | None, int, bool]:
+    """Rank 0's part of open_run: (checkpoint, its step, whether the training data have changed)."""
+    code, val_only = run_config.code_files(args, script), args.validation.val_only
+    run.command = typed_command()
+    run.config = run_config.describe_run(args, script)
+    run.config |= {"effective": dict(effective), "no_effect": list(args.no_effect)}
+    overrides = run_config.checked_overrides(args.run.resume_override, run.config)
+    checkpoint = find_checkpoint(args.run.resume, run.folder, val_only)
+    step, changes, changed = 0, "", {}
+    if checkpoint is not None:
+        step, changes = saved_step(checkpoint), run_config.code_changes(checkpoint, code)
+        if changes:
+            print(f"the code has changed since {checkpoint}:\n{_beginning(changes)}", flush=True)
+        changed = run_config.compare(checkpoint, run.config, args, overrides)
+    if args.run.replay:
+        run_config.compare_recording(Path(args.run.replay), run.config, args)
+        steps = range(step + 1, args.run.total_steps + 1)
+        check_recorded(Path(args.run.replay), steps, run.world.size)
+
+    came_from, new_data = None, bool(changed.keys() & marked(args, Names.ROWS))
+    if checkpoint is not None:
+        run.own = own_path(checkpoint, run.folder) is not None
+        came_from = checkpoint.name if run.own else str(checkpoint.resolve())
+        how = ", with training data from the first row" if new_data else ""
+        print(f"resumed from {came_from}{how}", flush=True)
+        if step >= args.run.total_steps and not val_only:
+            left = f"step {step} of {args.run.total_steps}, nothing is left to train"
+            print(f"{came_from}: {left}", flush=True)
+    elif args.run.resume == "auto":
+        print("no checkpoint yet, starting from scratch", flush=True)
+    if effective:
+        values = [f"{as_flag(name)} {value}" for name, value in effective.items()]
+        print(f"in effect: {', '.join(values)}", flush=True)
+
+    logs, title, history = run.folder, run.name, []
+    if val_only:
+        logs = _next_number(run.folder / "val_only")
+        title = f"{run.name}-val_only-{logs.name}"
+    elif run.own:
+        history = (read_json(run.folder / "config.json") or {}).get("history", [])
+    start = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "from": came_from, "changed": changed}
+    starts = _next_number(logs / "starts")
+    run.config |= {"history": [*history, start], "start": int(starts.name)}
+    run.tracker = Tracker(
+        logs,
+        run.config,
+        name=title,
+        trackers=args.run.track,
+        total_steps=step if val_only else args.run.total_steps,
+        resume_step=step,
+        on_gpu=run.world.device.type != "cpu",
+    )
+    write_start(starts, code, run.command, changed_flags(args), changes)
+    if not has_steps(logs):  # else their config stays until the checkpoint is loaded
+        write_json(logs / "config.json", run.config)
+    return checkpoint, step, new_data
+
+
+def _beginning(text: str) -> str:
+    lines = text.splitlines()
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} lines more"]
+    return "\n".join(lines)
+
+
+def _next_number(folder: Path) -> Path:
+    numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+    return folder / str(max(numbers, default=0) + 1)
+
+
+def typed_command() -> str:
+    """The command that was typed to start this process, with its launcher."""
+    if launcher := os.environ.get("PLAINRL_LAUNCHER"):  # launch/one_node.sh, whose torchrun starts `python -u`
+        return f"{launcher} {shlex.join(sys.orig_argv[2:])}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or accelerate's launcher
+        return shlex.join(psutil.Process(os.getppid()).cmdline())
+    return shlex.join(sys.orig_argv)
