@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.parsers import keep_parsers
+from tests.restored import all_restored
 
 os.environ["PLAINRL_SANDBOX_LEVEL"] = "none"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a hundred processes would compile lib/ again
@@ -55,6 +56,19 @@ def pytest_unconfigure():
 
 def pytest_runtest_setup():
     gc.enable()  # read_flags leaves it off, and a thousand tests without it fill the memory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _restored_by_file(request):
+    """Its fixtures may change for the file what they restore at its end."""
+    with all_restored(f"a fixture of {request.node.name}"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _restored_by_test(request, _restored_by_file):
+    with all_restored(request.node.name):
+        yield
 
 
 @pytest.fixture(scope="module")
