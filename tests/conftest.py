@@ -60,7 +60,7 @@ def pytest_runtest_setup():
 
 @pytest.fixture(scope="module", autouse=True)
 def _restored_by_file(request):
-    """Its fixtures may change for the file what they restore at its end."""
+    """Fixtures of a file may patch something until its end."""
     with all_restored(f"a fixture of {request.node.name}"):
         yield
 
@@ -78,7 +78,18 @@ def world():
 
     from lib.distributed import init_distributed
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", os.environ.copy())  # the launch variables are for this file only
-        yield init_distributed()
-        dist.destroy_process_group()
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank():
+    """The same for a single test, without the variables of a launcher."""
+    import torch
+    import torch.distributed as dist
+
+    from lib.distributed import World
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu"))
+    dist.destroy_process_group()

@@ -102,42 +102,37 @@ def state() -> State:
 
 
 def restore(before: State) -> list[str]:
-    """Puts back what has changed since, and says what it was."""
-    changed = []
+    """Puts back what has changed since; returns the patches. What our programs set for their process is no fault."""
     for name in _changed(before.environment, _environment()):
-        changed.append(f"os.environ[{name!r}]")
         os.environ.pop(name, None)
         if name in before.environment:
             os.environ[name] = before.environment[name]
-    if str(Path.cwd()) != before.folder:
-        changed.append("the working directory")
-        os.chdir(before.folder)
+    os.chdir(before.folder)
     if _path() != before.path:
-        changed.append("sys.path")
         sys.path[:] = [*before.path, *(folder for folder in sys.path if folder not in _path())]
     for number, handler in zip(SIGNALS, before.handlers):
         if signal.getsignal(number) is not handler:
-            changed.append(f"the handler of {number.name}")
             signal.signal(number, handler)
+    for module, _ in before.modules:
+        sys.modules[module.__name__] = module
+
+    patched = []
     for setter in _changed(before.torch, _torch()):
-        changed.append(f"torch.{setter}")
+        patched.append(f"torch.{setter}")
         getattr(sys.modules["torch"], setter)(before.torch[setter])
     for name, registry, copy in before.registries:  # in which lib has its own entries for the whole process
         if others := [key for key in _changed(copy, registry) if _origin(registry.get(key)) not in OURS]:
-            changed.append(f"{others} in {name}")
+            patched.append(f"{others} in {name}")
             registry.clear()
             registry.update(copy)
-    for module, attributes in before.modules:  # vLLM's import patches torch
-        if sys.modules.get(module.__name__) is not module:
-            changed.append(f"sys.modules[{module.__name__!r}]")
-            sys.modules[module.__name__] = module
-        now, is_ours = vars(module), module.__name__ not in LIBRARIES
+    for module, attributes in before.modules:
+        now, is_ours = vars(module), _origin(module) in OURS
         for name, value in attributes.items():
-            is_watched = callable(value) or (is_ours and name.isupper())
+            is_watched = not name.startswith("_") and (callable(value) or (is_ours and name.isupper()))
             if is_watched and now.get(name, MISSING) is not value and _origin(now.get(name)) != "vllm":
-                changed.append(f"{module.__name__}.{name}")
+                patched.append(f"{module.__name__}.{name}")  # vLLM patches torch when it is imported
                 setattr(module, name, value)
-    return changed
+    return patched
 
 
 def _changed(before: dict, now: dict) -> list:
@@ -145,14 +140,14 @@ def _changed(before: dict, now: dict) -> list:
 
 
 def _origin(value: Any) -> str:
-    """The package of a function or a class."""
-    return str(getattr(value, "__module__", "")).partition(".")[0]
+    """The package of a module, a function or a class."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0]
 
 
 @contextmanager
 def all_restored(whose: str) -> Iterator[None]:
     before = state()
     yield
-    changed = restore(before)
-    if changed:
-        pytest.fail(f"{whose} leaves changed: {', '.join(changed)}", pytrace=False)
+    if patched := restore(before):
+        pytest.fail(f"{whose} leaves patched: {', '.join(patched)}", pytrace=False)
