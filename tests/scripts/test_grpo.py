@@ -224,13 +224,8 @@ FLAGS = {
             *["--adv-estimator", "optimal_token_baseline", "--loss", "clip_cov", "--num-mini-batches", "2"],
             *["--token-masks.clip-cov-ratio", "0.1", "--token-masks.clip-cov-bounds", "-9", "9"],
             *["--kl-placement", "reward", "--kl-coef", "0.1", "--kl-estimator", "k1", "--kl-target", "0.001"],
-            *[
-                "--rollout-correction.level",
-                "token",
-                "--rollout-correction.bounds",
-                "0",
-                "2",
-            ],  # its weights: in the baseline
+            # its weights are in the baseline
+            *["--rollout-correction.level", "token", "--rollout-correction.bounds", "0", "2"],
         ],
         {
             "rollout/is_weight": lambda x: x == pytest.approx(1, abs=1e-4),
