@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.parsers import keep_parsers
+from tests.restored import all_restored
 
 os.environ["PLAINRL_SANDBOX_LEVEL"] = "none"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a hundred processes would compile lib/ again
@@ -57,6 +58,19 @@ def pytest_runtest_setup():
     gc.enable()  # read_flags leaves it off, and a thousand tests without it fill the memory
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _restored_by_file(request):
+    """Fixtures of a file may patch something until its end."""
+    with all_restored(f"a fixture of {request.node.name}"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _restored_by_test(request, _restored_by_file):
+    with all_restored(request.node.name):
+        yield
+
+
 @pytest.fixture(scope="module")
 def world():
     """A process group of one."""
@@ -64,7 +78,18 @@ def world():
 
     from lib.distributed import init_distributed
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", os.environ.copy())  # the launch variables are for this file only
-        yield init_distributed()
-        dist.destroy_process_group()
+    yield init_distributed()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank():
+    """The same for a single test, without the variables of a launcher."""
+    import torch
+    import torch.distributed as dist
+
+    from lib.distributed import World
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu"))
+    dist.destroy_process_group()

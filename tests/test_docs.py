@@ -14,7 +14,8 @@ import tyro
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md"))]
+DOCS = [*PAGES, *sorted((ROOT / "docs/recipes").glob("*.md"))]
+DOCS += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 SCRIPT_OF = (
@@ -25,7 +26,7 @@ SCRIPT_OF = (
 SNIPPET = re.compile(r"`(?:(\w+)\.py )?(--[^`]+)`")  # in a sentence or a table, flags with or without values
 
 
-@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.relative_to(ROOT).as_posix())
 def test_linked_files_hold_the_code_that_is_quoted(doc):
     """A link to code names a symbol or quotes a line; it has no line number, which would go stale."""
     text = doc.read_text()
@@ -35,7 +36,7 @@ def test_linked_files_hold_the_code_that_is_quoted(doc):
             assert code in (doc.parent / file).read_text(), f"{doc.name}: {file} does not contain {code!r}"
 
 
-@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.relative_to(ROOT).as_posix())
 def test_linked_files_exist(doc):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", doc.read_text()):
         assert (doc.parent / target).exists(), target
@@ -186,17 +187,7 @@ def test_flags_that_documents_name_exist():
     """In a script, in a program of ours, or in one that is listed here."""
     known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs()
     known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS | RENAMED
-    docs = [*DOCS, *(ROOT / "docs/recipes").glob("*.md")]
-    assert {(doc.name, flag) for doc in docs for flag in FLAG.findall(doc.read_text()) if flag not in known} == set()
-
-
-def test_flags_have_hyphens_everywhere():
-    """As --help writes them. Underscores work too, but nobody can look them up."""
-    folders = ("lib", "agent", "planner", "rewards", "tools", "data", "tests", "benchmarks", "docs", "launch")
-    paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
-    paths = [path for path in paths if path.is_file() and path.suffix in (".py", ".md", ".sh", ".yaml", "")]
-    flags = {(path.name, name) for path in paths for name in FLAG.findall(path.read_text())}
-    assert [(file, name) for file, name in flags if "_" in name and name not in LAUNCHERS] == []
+    assert {(doc.name, flag) for doc in DOCS for flag in FLAG.findall(doc.read_text()) if flag not in known} == set()
 
 
 def test_flags_that_the_code_names_exist():

@@ -22,7 +22,7 @@ from lib.cli.flags import parse_flags
 from planner.estimate import H100, describe_needs, memory_of
 from planner.memory import GIB, worst_moment
 from tests.common import ROOT, fork, metrics, ran, save_tiny
-from tests.test_docs import FLAG, LAUNCHERS, METRIC, OF_TOOLS, SCRIPTS, anchors, flags_of
+from tests.test_docs import METRIC
 
 FOLDER = ROOT / "docs/recipes"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
@@ -247,28 +247,9 @@ def test_the_corpus_of_the_page_answers_its_questions(tmp_path):
 # ---- pages ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [*PAGES, FOLDER / "README.md"], ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
-        file = (page.parent / target).resolve() if target else page
-        assert file.exists(), target
-        assert not anchor or anchor in anchors(file), (target, anchor)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_flags_exist(page):
-    known = OF_TOOLS | LAUNCHERS | {"--out", "--sets", "--form", "--max-tests"}  # of data/
-    known |= {flag for script in SCRIPTS for flag in flags_of(script)}
-    assert set(FLAG.findall(page.read_text())) - known == set()
-
-
-def test_the_index_names_every_page_and_source():
+def test_the_index_names_every_page():
     index = (FOLDER / "README.md").read_text()
     assert [page.name for page in PAGES if f"({page.name})" not in index] == []
-    for page in PAGES:
-        text = page.read_text()
-        assert "run here: " in text.lower(), page
-        assert re.search(r"## What others report\n.*?\(https://", text, flags=re.S), page
 
 
 if __name__ == "__main__":

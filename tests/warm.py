@@ -19,10 +19,13 @@ import ppo
 import remax
 from lib.log.tracking import plot_curve
 from tests.common import parse_flags
+from tests.parsers import by_fields, keep_parsers
 
 if find_spec("vllm") and not torch.backends.cuda.is_built():  # a GPU's driver does not survive a fork
+    import vllm.entrypoints.llm
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
+keep_parsers(by_fields)  # a run's Args are another class with the same fields
 for script in (grpo, ppo, remax, dapo):
     parse_flags(script.Args, [])
 get_checkpoint_conversion_mapping("llama")  # compiles the regular expressions of all models

@@ -487,12 +487,13 @@ def test_a_bad_config_is_one_line_with_its_place(tmp_path, message):
     assert said.startswith(f"--config {file}") and message in said and "\n" not in said and len(said) < 400
 
 
-def test_values_of_a_config_are_as_typed(tmp_path):
+def test_values_of_a_config_are_as_typed(tmp_path, monkeypatch):
     """YAML itself reads 010 as 8 and no as false."""
     file = tmp_path / "flags.yaml"
-    file.write_text(
-        "group_size: 010\nmodel: no\nlr: 1e-5\nshuffle: false\nkl_target: null\ntrain_files: [data/toy/val.jsonl]"
-    )
+    file.write_text("group_size: 010\nmodel: no\nlr: 1e-5\nshuffle: false\nkl_target: null\ntrain_files: [train.jsonl]")
+    (tmp_path / "no").symlink_to(TOY_MODEL)
+    (tmp_path / "train.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
     args = parse_flags(grpo.Args, ["--config", str(file)])
     assert (args.group_size, args.model.model, args.optimizer.lr) == (10, "no", 1e-5)
     assert (args.data.shuffle, args.kl_target) == (False, None)

@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from allpairspy import AllPairs
 
 import dapo
@@ -277,10 +276,11 @@ def parsed(script, case: dict[str, str]):
     return args
 
 
-def reason(script, case: dict[str, str]) -> str:
+@cache
+def reason(script, options: tuple[Option, ...]) -> str:
     """Why the script rejects the case; "" if it does not."""
     try:
-        parsed(script, case)
+        parsed(script, dict(options))
     except InputError as error:
         return str(error)
     return ""
@@ -458,7 +458,7 @@ class Cover:
         return self.default | given
 
     def reason(self, case: dict[str, str]) -> str:
-        return reason(self.script, case)
+        return reason(self.script, tuple(case.items()))
 
     def tried(self, *options: Option) -> tuple[dict[str, str], str]:
         """(a case with these options, "" or why it is rejected), after a try of each value of the flags that the
@@ -540,13 +540,6 @@ class Cover:
         self.open -= {pair(a, b) for a, b in combinations(case.items(), 2)}
         acting = {flag: value for flag, value in case.items() if flag not in named}
         self.acting |= {pair(a, b) for a, b in combinations(acting.items(), 2)}
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def trains_alike(one: tuple, other: tuple) -> bool:
@@ -714,13 +707,20 @@ ONLY = {  # what else than the training a value changes; nothing, where it is th
 }
 
 
+@cache
+def loops_of(script, options: tuple[Option, ...], steps: int):
+    """Most values are compared with the same default case."""
+    return by_loops(script, parsed(script, dict(options)), steps=steps)
+
+
 def changes(script, cover: Cover, option: Option) -> str:
     """What changes by this value of a flag: training, metrics or nothing."""
     flag, value = option
     case = cover.small(option) | ACTS_WITH.get(f"{flag} {value}", {})
     case |= {} if flag == "--update-epochs" else {"--update-epochs": "2"}
-    both = [parsed(script, x) for x in (case, cover.without(case, flag))]
-    given, without = (by_loops(script, args, steps=max(map(number_of_steps, both))) for args in both)
+    both = case, cover.without(case, flag)
+    steps = max(number_of_steps(parsed(script, x)) for x in both)
+    given, without = (loops_of(script, tuple(x.items()), steps) for x in both)
     if not trains_alike(given, without):
         return "training"
     return "nothing" if given[0] == without[0] else "metrics"

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 
@@ -20,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from torch._inductor import config as inductor_config
 
-from tests.common import PYTHON, ROOT, SMALL, TOY, environment, fork, metrics, ran
+from tests.common import PYTHON, ROOT, SMALL, TOY, environment, fork, free_port, metrics, ran
 from tests.scripts.test_scripts import saved
 
 LAUNCH = ROOT / "launch"
@@ -54,12 +53,6 @@ PET_RDZV_CONF=is_host=0 "$@" & peer=$!
 PET_RDZV_CONF=is_host=1 "$@"
 wait $peer
 """
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def shell(arguments: list[str], **env: str) -> subprocess.CompletedProcess:

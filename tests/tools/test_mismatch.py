@@ -184,7 +184,7 @@ def test_an_engine_in_bfloat16(step, group):
     check_claims(report, "dtype", at_least=0.5, others=0.2)
 
 
-def test_kernels_of_decoding(step, group):
+def test_kernels_of_decoding(step, group, monkeypatch):
     """The engine's attention rounds the query of a token that it decodes to bfloat16."""
     own = copy.copy(step[0])
     own._kept, before = {}, {name: ALL_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "packed_sdpa")}
@@ -193,13 +193,9 @@ def test_kernels_of_decoding(step, group):
         query = query.bfloat16().to(query.dtype) if query.shape[2] == 1 else query
         return attend(module, query, key, *more, **named)
 
-    try:
-        for name, attend in before.items():
-            ALL_ATTENTION_FUNCTIONS.register(name, partial(coarse, attend=attend))
-        report = planted(own, rows_of(own, plain_model(own.versions[1]), cache=DynamicCache))
-    finally:
-        for name, attend in before.items():
-            ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    for name, attend in before.items():
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, partial(coarse, attend=attend))
+    report = planted(own, rows_of(own, plain_model(own.versions[1]), cache=DynamicCache))
     check_claims(report, "kernels", at_least=0.95)
 
 

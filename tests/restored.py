@@ -1,0 +1,153 @@
+"""Finds and restores what a test leaves changed in the process and in libraries: no test depends on those before it."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+OURS = {"lib", "agent", "planner", "rewards", "tools", "benchmarks", "grpo", "ppo", "remax", "dapo"}
+LIBRARIES = (
+    *("os", "time", "subprocess", "socket", "threading", "fcntl", "psutil", "builtins", "tyro._parsers"),
+    *("torch", "torch.cuda", "torch.accelerator", "torch.nn.functional", "torch.multiprocessing"),
+    *("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.checkpoint"),
+    *("transformers.modeling_utils", "transformers.masking_utils", "transformers.conversion_mapping"),
+    *(
+        "datasets.config",
+        "huggingface_hub.constants",
+        "transformers.utils.hub",
+        "vllm.distributed.parallel_state",
+        "vllm.v1.engine.utils",
+        "vllm.platforms",
+    ),
+)
+REGISTRIES = {  # {module: the paths of dicts in it}
+    "transformers.modeling_utils": ("AttentionInterface._global_mapping",),
+    "transformers.masking_utils": ("AttentionMaskInterface._global_mapping",),
+    "transformers.models.auto.configuration_auto": ("CONFIG_MAPPING._extra_content",),
+    "transformers.models.auto.modeling_auto": (
+        "MODEL_MAPPING._extra_content",
+        "MODEL_FOR_CAUSAL_LM_MAPPING._extra_content",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING._extra_content",
+    ),
+    "vllm.model_executor.models.registry": ("ModelRegistry.models",),
+}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+OF_LIBRARIES = ("VLLM_", "TORCHINDUCTOR_", "TRITON_", "TILELANG_", "PYTORCH_NVML_", "WANDB_SERVICE", "PYTEST_")
+MISSING = object()
+
+
+class State(NamedTuple):
+    environment: dict[str, str]
+    folder: str
+    path: list[str]
+    handlers: list
+    torch: dict[str, Any]
+    """what functions of torch say"""
+    registries: list[tuple[str, dict, dict]]
+    """(name, the dict itself, a copy)"""
+    modules: list[tuple[ModuleType, dict[str, Any]]]
+    """(module, a copy of its attributes)"""
+
+
+def _environment() -> dict[str, str]:
+    """Without the variables that a library sets once for the process."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(OF_LIBRARIES)}
+
+
+def _path() -> list[str]:
+    """Without the folders that a library adds for itself."""
+    return [folder for folder in sys.path if "site-packages" not in folder]
+
+
+def _torch() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "set_default_dtype": torch.get_default_dtype(),
+        "set_default_device": torch.get_default_device(),
+        "set_num_threads": torch.get_num_threads(),
+        "set_grad_enabled": torch.is_grad_enabled(),
+        "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _registries() -> Iterator[tuple[str, dict, dict]]:
+    for module, paths in REGISTRIES.items():
+        if module in sys.modules:
+            for path in paths:
+                registry = reduce(getattr, path.split("."), sys.modules[module])
+                yield f"{module}.{path}", registry, dict(registry)
+
+
+def state() -> State:
+    watched = [module for name, module in sys.modules.items() if name in LIBRARIES or name.partition(".")[0] in OURS]
+    return State(
+        environment=_environment(),
+        folder=str(Path.cwd()),
+        path=_path(),
+        handlers=[signal.getsignal(number) for number in SIGNALS],
+        torch=_torch(),
+        registries=[*_registries()],
+        modules=[(module, dict(vars(module))) for module in watched],
+    )
+
+
+def restore(before: State) -> list[str]:
+    """Puts back what has changed since; returns the patches. What our programs set for their process is no fault."""
+    for name in _changed(before.environment, _environment()):
+        os.environ.pop(name, None)
+        if name in before.environment:
+            os.environ[name] = before.environment[name]
+    os.chdir(before.folder)
+    if _path() != before.path:
+        sys.path[:] = [*before.path, *(folder for folder in sys.path if folder not in _path())]
+    for number, handler in zip(SIGNALS, before.handlers):
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+    for module, _ in before.modules:
+        sys.modules[module.__name__] = module
+
+    patched = []
+    for setter in _changed(before.torch, _torch()):
+        patched.append(f"torch.{setter}")
+        getattr(sys.modules["torch"], setter)(before.torch[setter])
+    for name, registry, copy in before.registries:  # in which lib has its own entries for the whole process
+        if others := [key for key in _changed(copy, registry) if _origin(registry.get(key)) not in OURS]:
+            patched.append(f"{others} in {name}")
+            registry.clear()
+            registry.update(copy)
+    for module, attributes in before.modules:
+        now, is_ours = vars(module), _origin(module) in OURS
+        for name, value in attributes.items():
+            is_watched = not name.startswith("_") and (callable(value) or (is_ours and name.isupper()))
+            if is_watched and now.get(name, MISSING) is not value and _origin(now.get(name)) != "vllm":
+                patched.append(f"{module.__name__}.{name}")  # vLLM patches torch when it is imported
+                setattr(module, name, value)
+    return patched
+
+
+def _changed(before: dict, now: dict) -> list:
+    return [key for key in before.keys() | now.keys() if before.get(key, MISSING) != now.get(key, MISSING)]
+
+
+def _origin(value: Any) -> str:
+    """The package of a module, a function or a class."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0]
+
+
+@contextmanager
+def all_restored(whose: str) -> Iterator[None]:
+    before = state()
+    yield
+    if patched := restore(before):
+        pytest.fail(f"{whose} leaves patched: {', '.join(patched)}", pytrace=False)
