@@ -110,7 +110,7 @@ def set_up(name, world, *flags):
     """(script, args, needs, models)"""
     script = importlib.import_module(name)
     args = parsed(script, world.size, *flags)
-    needs = setup.check(args, torch.device("cpu"), step_sizes(args, world.size))
+    needs = setup.check(args, world.device, step_sizes(args, world.size))
     factory = setup.ModelFactory(args, needs, world)
     optimizing = partial(torch.optim.AdamW, lr=1e-3, fused=True), lambda update: 1.0
     with patch.object(setup.models, "shard_model", placed):
@@ -171,7 +171,8 @@ def test_update(world, name, flags, more_waits):
         changes.enter_context(patch("lib.model.log_probs.CANDIDATES", 8))
         if "varlen" in flags:
             changes.enter_context(cpu_kernels())
-            changes.enter_context(patch("lib.setup.models.get_attention", lambda *_, **__: "varlen"))
+            for module in ("models", "needs"):
+                changes.enter_context(patch(f"lib.setup.{module}.get_attention", lambda *_, **__: "varlen"))
         compare(world, name, flags, more_waits)
     if "actor" not in flags:  # else weights come for each forward
         sources = [x for kind, *_, x in events if kind == "in" and x.numel()]
