@@ -332,20 +332,20 @@ def test_data_that_changed_in_their_place_are_other_data(tmp_path):
 def test_another_script_needs_consent_and_flags_that_come_or_go_are_reported(copied):
     folder, args = copied
     text = (ROOT / "grpo.py").read_text()
-    (folder / "mine.py").write_text(text.replace("zero_variance", "parts"))
+    (folder / "mine.py").write_text(text.replace("kl_horizon", "parts"))
     args = [*args, "--run-name", "run", "--resume", "auto", "--total-steps", "5", "--model", TOY_MODEL]
     mine = str(folder / "mine")
     assert "script was grpo.py, is mine.py" in error_of(fork(mine, folder, *args))
     done = ran(fork(mine, folder, *args, "--resume-override", "script"))
     for line in (
         "changed: script was grpo.py, is mine.py",
-        "not known to the checkpoint: --parts keep",
-        "not known to mine.py: --zero-variance keep",
+        "not known to the checkpoint: --parts 10000",
+        "not known to mine.py: --kl-horizon 10000",
     ):
         assert f"\n{line}" in done.stdout
     assert json.loads((folder / "run/config.json").read_text())["script"] == "mine.py"
     changes = (folder / "run/starts/2/changes.patch").read_text()
-    assert changes.startswith("--- a/mine.py\n+++ b/mine.py\n@@") and "\n-    zero_variance: Literal" in changes
+    assert changes.startswith("--- a/mine.py\n+++ b/mine.py\n@@") and "\n-    kl_horizon: Annotated" in changes
     assert f"{folder}/run/checkpoints/step_000004:\n{changes[:200]}" in done.stdout
 
 
