@@ -144,7 +144,7 @@ def token_rewards(args, row: Row) -> dict[int, float]:
 
 
 def signal(args, row: Row) -> tuple[float, ...]:
-    """What tells a response from the others of its group: its score, or with --reward-keys all of these rewards."""
+    """What tells a response from the others of its group: its score, or with gdpo all of its reward_keys."""
     return tuple(row.components[key] for key in args.reward_keys) or (fsum(token_rewards(args, row).values()),)
 
 

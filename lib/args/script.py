@@ -90,7 +90,7 @@ class ScriptArgs:
     @property
     def mask_settings(self) -> dict[str, dict[str, Any]]:
         """{token mask: its hyper-parameters} of --token-masks, and of the masks that the loss reads as columns."""
-        masks = read_masks(self.token_masks)
+        masks = read_masks(self.token_masks) if self.token_masks else {}
         for name, mask in masks_of(self.loss).items():
             masks[name] = {key: value for key, value in self._loss_kwargs.items() if key in mask.settings}
         return masks

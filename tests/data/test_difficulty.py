@@ -122,7 +122,7 @@ def test_variance_draws_no_row_twice_in_a_step_unless_there_are_too_few():
 
 @alone
 def test_several_scores_are_compared_one_by_one():
-    """Two rewards (--reward-keys) whose sum is the same in all responses to row 0."""
+    """Two rewards (gdpo's reward_keys) whose sum is the same in all responses to row 0."""
     prompts = loader(2, 2, "skip", skip_after=1)
     prompts.record_scores([0, 0, 1, 1], [[0.0, 1.0], [1.0, 0.0], [2.0, 1.0], [2.0, 1.0]])
     assert prompts.batch_sampler.difficulty.variance.tolist() == [0.5, 0]

@@ -5,7 +5,7 @@ FLAGS has some values of each flag. allpairspy makes cases that contain the pair
 rejects is cut down to the flags that do not go together, and its other pairs get further cases, until every pair is one
 or the other. Float64: the two sides differ by the order of their sums, by some 1e-15 of numbers of size 1 (whitening
 and a division by a small standard deviation make it 1e-12). Two columns are float32 by design, the overlong penalty and
-the rewards of --reward-keys: here their numbers are sums of powers of two.
+the rewards of gdpo's reward_keys: here their numbers are sums of powers of two.
 """
 
 import copy
