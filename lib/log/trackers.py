@@ -35,6 +35,9 @@ class External:
     project_variable: ClassVar[str] = ""
     offline: ClassVar[str] = ""
 
+    def open(self) -> None:
+        raise NotImplementedError
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.package.log({**values}, step)
 
@@ -70,7 +73,7 @@ class Wandb(External):
     module, project_variable = "wandb", "WANDB_PROJECT"
     offline = " (or WANDB_MODE=offline, and `wandb sync` later)"
 
-    def __post_init__(self) -> None:
+    def open(self) -> None:
         private_folder(self.run_dir / "wandb")
         self.package.init(dir=self.run_dir, **self.settings())
         self.package.define_metric("*", step_metric="step")
@@ -92,7 +95,7 @@ class Swanlab(External):
     module, project_variable = "swanlab", "SWANLAB_PROJ_NAME"
     offline = " (or SWANLAB_MODE=offline, and `swanlab sync` later)"
 
-    def __post_init__(self) -> None:
+    def open(self) -> None:
         self.package.init(log_dir=self.folder, **self.settings())
 
     def show(self, name: str, table: Table, step: int) -> None:
@@ -102,7 +105,7 @@ class Swanlab(External):
 class Trackio(External):
     module, project_variable = "trackio", "TRACKIO_PROJECT"
 
-    def __post_init__(self) -> None:
+    def open(self) -> None:
         resume = "allow" if self.resume_step else "never"
         self.package.init(self.project, self.name, config=self.config, resume=resume, embed=False)
 
@@ -113,7 +116,7 @@ class Trackio(External):
 class Mlflow(External):
     module, project_variable = "mlflow", "MLFLOW_EXPERIMENT_NAME"
 
-    def __post_init__(self) -> None:
+    def open(self) -> None:
         os.environ.update(MLFLOW_WAITS | os.environ)
         self.package.set_experiment(self.project)
         if self.resume_step and self.id_file.exists():
@@ -132,7 +135,7 @@ class Mlflow(External):
 class Tensorboard(External):
     module = "torch.utils.tensorboard"
 
-    def __post_init__(self) -> None:
+    def open(self) -> None:
         hide_from = self.resume_step + 1 if self.resume_step else 0
         self.writer = self.package.SummaryWriter(str(self.folder), purge_step=hide_from)
 
@@ -159,7 +162,9 @@ def open_tracker(name: str, run_dir: Path, title: str, config: dict[str, Any], r
     except ImportError as error:
         raise InputError(f"--track {name}: not installed; run `pip install {name}`") from error
     try:
-        return KINDS[name](package, run_dir, title, config, resume_step)
+        tracker = KINDS[name](package, run_dir, title, config, resume_step)
+        tracker.open()
+        return tracker
     except Exception as error:  # each tracker has exceptions of its own
         raise InputError(f"--track {name}: {first_line(error)}{KINDS[name].offline}") from error
 

@@ -67,8 +67,8 @@ def save_checkpoint(
     batches: dict[str, DataProto] | None = None,
     config: dict[str, Any] | None = None,
 ) -> Future[Path]:
-    """Writes `checkpoint_dir/step_000020/`. Then keeps the `keep` newest complete checkpoints (0: all)
-    and the one of step `best`, and deletes others.
+    """Writes `checkpoint_dir/step_000020/`. Then deletes all but the `keep` newest complete checkpoints
+    (0: all) and the one of step `best`.
 
     Returns once the state is copied to CPU memory. The future's result is the complete folder: wait for it
     before the next save and at the end of the run. A kill at any moment leaves earlier checkpoints as they
@@ -240,7 +240,7 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
 
 
 def load_batches(path: str | Path) -> dict[str, DataProto]:
-    """The `batches` of save_checkpoint, on the CPU, after load_checkpoint, which refuses a torn folder."""
+    """The `batches` of save_checkpoint, on the CPU. Call load_checkpoint first, which refuses a torn one."""
     files = Path(path).glob("batch_*.safetensors")
     return {file.stem.removeprefix("batch_"): DataProto.load_from_disk(file) for file in files}
 
@@ -252,7 +252,7 @@ def _background_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _on_all_ranks(stage: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
-    """Runs `stage`, and returns its result on each rank. Raises InputError on all ranks if it failed on one."""
+    """The result of `stage` on each rank. Raises InputError on all ranks if it failed on one."""
     result, failure = None, None
     try:
         result = stage()

@@ -29,12 +29,10 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a folder for `from_pretrained`: whole weights in `dtype` (None: the parameters'), configs, tokenizer
-    or (of a vision model) processor. A collective. Raises InputError (on rank 0) if it cannot be written.
+    """Writes a folder for `from_pretrained`: weights in `dtype` (None: the parameters'), configs, processor.
 
-    Of a model with LoRA adapters these are the merged weights; the adapters go to `out_dir`/adapter, a folder for peft.
-    Rank 0 has the weights of one file (at most `max_shard_bytes`, or one layer) at a time in CPU memory.
-    """
+    LoRA adapters are merged into the weights, and written to `out_dir`/adapter for peft. Rank 0 holds the weights
+    of one file at a time. A collective. Raises InputError (on rank 0) if it cannot be written."""
     out_dir = Path(out_dir)
     tmp = out_dir.with_name(out_dir.name + ".tmp")
     with writes_to(out_dir, "the model was not exported, checkpoints are as they were"):
@@ -55,18 +53,18 @@ def _export_to(tmp: Path, model, processor, dtype: torch.dtype | None, max_shard
     else:
         for _ in weights:
             pass
-    adapter = {name: full_tensor(p.detach()).cpu() for name, p in model.named_parameters() if ".lora_" in name}
+    adapters = [(name, p) for name, p in model.named_parameters() if ".lora_" in name]
+    adapter = {name: full_tensor(p.detach()).cpu() for name, p in adapters}
     if first:
         if adapter:
             write_adapter(tmp / "adapter", model, adapter)
         if (own := getattr(model, "generation_config", None)) is not None:
-            own.to_json_file(tmp / "generation_config.json")  # save_pretrained may refuse it: temperature, no do_sample
+            own.to_json_file(tmp / "generation_config.json")  # save_pretrained may refuse it
         processor.save_pretrained(tmp)
 
 
 def layers(weights: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Groups (name, ...) of neighbouring weights by decoder layer. A layer stays together, because transformers may
-    convert some of its weights together (experts)."""
+    """Groups (name, ...) of neighbouring weights by decoder layer: transformers may convert experts together."""
     for _, layer in groupby(weights, lambda weight: _layer(weight[0])):
         yield list(layer)
 
@@ -75,7 +73,8 @@ def _shards(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
     """Yields weights by name, some layers at a time, in CPU memory. A dict is emptied when the next is asked for."""
     shard: dict[str, torch.Tensor] = {}
     for layer in layers((name, weight.cpu()) for name, weight in weights):
-        if shard and sum(weight.nbytes for weight in (*shard.values(), *dict(layer).values())) > max_bytes:
+        size = sum(weight.nbytes for weight in shard.values()) + sum(weight.nbytes for _, weight in layer)
+        if shard and size > max_bytes:
             yield shard
             shard.clear()
         shard |= layer
@@ -91,8 +90,7 @@ def _layer(name: str) -> str:
 def write_model(
     folder: Path, model: PreTrainedModel, weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Writes model.safetensors, or several files and their index, and the config, of a model of the class and config of
-    `model` with these weights: as save_pretrained, but with the weights of one file in memory."""
+    """As save_pretrained of `model` with these weights, but with the weights of one file in memory."""
     shutil.rmtree(folder, ignore_errors=True)
     with torch.device("meta"):  # a model without adapters: its save_pretrained writes all weights
         model = type(model)(deepcopy(model.config))
@@ -117,7 +115,7 @@ def write_model(
 
 
 def write_adapter(folder: Path, model: PreTrainedModel, adapter: dict[str, torch.Tensor]) -> None:
-    """Writes the LoRA adapters in peft's form. adapter: those of `model`, by the names of its parameters."""
-    own, model.generation_config = model.generation_config, GenerationConfig()  # save_pretrained may refuse its own
+    """Writes the LoRA adapters of `model` in peft's form. adapter: by the names of its parameters."""
+    own, model.generation_config = model.generation_config, GenerationConfig()  # it may be refused
     model.save_pretrained(folder, state_dict=adapter)
     model.generation_config = own

@@ -14,12 +14,12 @@ PATIENCE_S = 5.0  # how long to wait for a process that is about to end
 
 
 def take_lock(folder: Path, flag: str = "--run-name") -> TextIO:
-    """Makes the folder if it is missing and locks it, until the returned file is closed or the process ends.
+    """Makes and locks the folder, until the returned file is closed or the process ends.
 
-    It is an fcntl lock: children do not inherit it, and file servers (NFS, Lustre, GPFS) show it to other hosts. The
-    file says who has it; its owner empties it before it closes it, so a text is left by a process that was killed.
+    Children do not inherit an fcntl lock, and file servers (NFS, Lustre, GPFS) show it to other hosts. The file
+    says who has it. A run that ends empties it, so a killed process leaves its text.
 
-    Raises InputError, with `flag`, which names the folder, if another process has the lock."""
+    Raises InputError if another process has the lock. flag: names the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")
@@ -50,7 +50,8 @@ def _is_taken(lock: TextIO) -> bool:
     except (BlockingIOError, PermissionError):  # another process has it
         return False
     except OSError as error:
-        print(f"{lock.name}: no file locks here ({error.strerror}), so a second run is not prevented", flush=True)
+        why = f"no file locks here ({error.strerror})"
+        print(f"{lock.name}: {why}, so a second run is not prevented", flush=True)
     return True
 
 

@@ -1,5 +1,4 @@
-"""Records what ran: at each start of a run the script, the git commit and its diff, the packages, the command, the
-flags that differ from the defaults, and the machine."""
+"""Records what ran, at each start of a run: code, git commit and diff, packages, command, flags, machine."""
 
 import json
 import os
@@ -23,8 +22,8 @@ MOST_UNTRACKED = 50  # names of files
 def write_start(
     folder: Path, code: Mapping[str, Path], command: str, flags: Mapping[str, list], changes: str = ""
 ) -> None:
-    """Makes the folder with the code (`code_files`), start.json, diff.patch (the git checkout against its commit) and
-    changes.patch (`code_changes`). flags: those that differ from their defaults (`changed_flags`)."""
+    """Makes the folder with the code (`code_files`), start.json, diff.patch (the checkout against its commit) and
+    changes.patch (`code_changes`). flags: `changed_flags`."""
     folder.mkdir(parents=True)
     for name, path in code.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -72,7 +71,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _lib_commit() -> str | None:
-    """That of lib/, which an installed wheel brings in a file: its folder may be in another project's checkout."""
+    """The commit of lib/. A wheel has it in a file: its folder may be in another project's checkout."""
     file = Path(__file__).parents[2] / "COMMIT"
     return file.read_text() or None if file.exists() else _commit(file.parent)
 
@@ -80,10 +79,9 @@ def _lib_commit() -> str | None:
 def _git(folder: Path, *words: str) -> str | None:
     """What git prints; None if there is no git, it fails, or it takes too long."""
     command = ["git", "-C", str(folder), "-c", "core.quotePath=false", *words]
+    env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
-        done = subprocess.run(
-            command, env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"}, capture_output=True, timeout=GIT_S, check=True
-        )
+        done = subprocess.run(command, env=env, capture_output=True, timeout=GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""Where a run goes on: the checkpoint that --resume asks for, and the logs after it, which are cut off."""
+"""Where a run goes on: the checkpoint of --resume; what the logs have of later steps is removed."""
 
 import shutil
 from pathlib import Path
@@ -11,12 +11,10 @@ from lib.run.run_config import read_json
 
 
 def find_checkpoint(resume: str, folder: Path, val_only: bool = False) -> Path | None:
-    """What `--resume` asks for: None ("never"), the newest complete checkpoint ("auto"), or a folder.
+    """The checkpoint of `--resume`: none ("never"), the newest complete one ("auto"), or a folder.
 
-    If a run started from another run's checkpoint and has no checkpoint of its own yet, that is the other run's again.
-
-    Raises InputError if there is no such checkpoint, or if steps of the run would be overwritten: training goes on from
-    its newest checkpoint only."""
+    A run that started from another run's checkpoint has that one until it has its own. Raises InputError if there
+    is none, or if steps would be overwritten: a run goes on from its newest checkpoint only."""
     if resume == "auto":
         return _newest(folder)
     checkpoint = None if resume == "never" else Path(resume)
@@ -33,7 +31,8 @@ def find_checkpoint(resume: str, folder: Path, val_only: bool = False) -> Path |
                 f"starts a new run from {own.name}"
             )
     if has_steps(folder):
-        raise InputError(f"{folder} already contains a run: --resume auto continues it, another --run-name starts one")
+        advice = "--resume auto continues it, another --run-name starts a new one"
+        raise InputError(f"{folder} already contains a run: {advice}")
     return checkpoint
 
 
@@ -41,10 +40,8 @@ def _newest(folder: Path) -> Path | None:
     checkpoints = folder / "checkpoints"
     newest = newest_complete(checkpoints)
     if newest is None and step_folders(checkpoints):
-        raise InputError(
-            f"--resume auto: none of the checkpoints in {checkpoints} can be loaded; give --resume another "
-            "one, or another --run-name to start from scratch"
-        )
+        advice = "give --resume another one, or another --run-name to start from scratch"
+        raise InputError(f"--resume auto: none of the checkpoints in {checkpoints} can be loaded; {advice}")
     return newest or _origin(folder)
 
 
@@ -55,14 +52,15 @@ def _origin(folder: Path) -> Path | None:
     if not others:
         return None
     if why := why_torn(others[-1]):
-        raise InputError(f"{folder} continues from {others[-1]}, which is no longer a complete checkpoint ({why})")
+        what = f"{others[-1]}, which is no longer a complete checkpoint ({why})"
+        raise InputError(f"{folder} continues from {what}")
     return others[-1]
 
 
 def own_path(checkpoint: Path, folder: Path) -> Path | None:
-    """Where the run has this checkpoint, which may be a link to another disk; None if it is another run's."""
-    own = (path for path in step_folders(folder / "checkpoints") if path.exists() and path.samefile(checkpoint))
-    return next(own, None)
+    """Where the run has this checkpoint, perhaps as a link to another disk; None if it is another run's."""
+    own = (path for path in step_folders(folder / "checkpoints") if path.exists())
+    return next((path for path in own if path.samefile(checkpoint)), None)
 
 
 def has_steps(folder: Path) -> bool:

@@ -109,7 +109,7 @@ class Run:
         return batches
 
     def _begin(self, best: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Rank 0's part of load, after which nothing is refused. Returns the checkpoint's `best` if it is here."""
+        """Rank 0's part of load, after which nothing is refused. Returns `best` if its checkpoint is here."""
         with writes_to(self.folder, "the run was not opened"):
             if not self.validation.val_only:
                 cut_logs(self.folder, self.step if self.own else 0)
@@ -183,9 +183,9 @@ class Run:
     def save(self, step: int, models: Models, stateful: Mapping[str, Any], batches: Batches | None = None) -> None:
         """Saves a checkpoint if one is due, or if this is the best of --keep-best. A collective.
 
-        Training goes on while it is written; the next save raises what went wrong. The samples of its steps
-        are on the disk before it is. In the first step and at each save, it raises InputError for state that a
-        resume would not get back. batches: rows that the next step needs, the same on all ranks."""
+        Training goes on while it is written; the next save raises what went wrong. The samples of its steps are
+        written before. In the first step and at each save, state that a resume would not get back is an
+        InputError. batches: rows that the next step needs, the same on all ranks."""
         self._stop_if_reached(step)
         is_due = self._is_better(step) or self._is_due(self.args.save_every, step)
         if not is_due and step != self.step + 1:
@@ -213,8 +213,7 @@ class Run:
         )
 
     def save_rollouts(self, step: int, batch: DataProto, outputs: Outputs, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keeps --save-rollouts groups of the step, written while training goes on. The next call raises what went
-        wrong."""
+        """Writes --save-rollouts groups while training goes on. The next call raises what went wrong."""
         if self._writing is not None:
             self._writing.result()
         if rows := kept_rows(batch.non_tensor_batch["uid"], self.args.save_rollouts, self.world):

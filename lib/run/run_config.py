@@ -127,10 +127,10 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, overrides: set[str]) -> dict[str, list]:
-    """{flag: [was, is]} of the flags that changed since the checkpoint. Prints them, and flags that are new or gone.
+    """{flag: [was, is]} of what changed since the checkpoint. Prints it, and flags that are new or gone.
 
-    now: describe_run of `args`, whose fields are marked with what a resume may change. Raises InputError for a
-    change that alters results and is not in `overrides`, or cannot be overridden."""
+    now: describe_run of `args`. Raises InputError for a change that alters results and is not in `overrides`, or
+    that cannot be overridden."""
     before = read_json(checkpoint / "config.json")
     if before is None:
         print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
@@ -164,7 +164,7 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
 
 
 def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
-    """Prints what has changed since the recording. Raises InputError for flags that its samples depend on."""
+    """Prints what changed since the recording. Raises InputError for flags that its samples depend on."""
     before, now = _with_engine(read_json(recording / "config.json") or {}), _with_engine(now)
     compared = before.keys() - NO_FLAGS - {"replay"} - marked(args, OnResume.NOT_COMPARED)
     changed = _changed(before, now, compared)
@@ -215,7 +215,8 @@ def _differences(flag: str, before: dict[str, Any], now: dict[str, Any]) -> list
         if values[0] != values[1]:
             texts.append(f"{_flag(name)} was {values[0]}, is {values[1]}")
         elif all(digests):
-            texts.append(f"{_flag(name)} {values[1]} holds other {'code' if name == 'script' else 'data'}")
+            kind = "code" if name == "script" else "data"
+            texts.append(f"{_flag(name)} {values[1]} holds other {kind}")
     return texts
 
 
@@ -223,7 +224,8 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by their whole names, such as multi_turn.tools."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        name = prefix + name
+        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
 
 
@@ -236,7 +238,7 @@ def _flag(name: str) -> str:
 
 
 def digest_of(value: str | list[str]) -> str:
-    """A digest of what the paths in a flag's value hold, wherever they lie; or of the value, if it is no path.
+    """A digest of what the paths in a flag's value hold, wherever they lie; of other values, of the text.
 
     Of a file above 64 MiB it takes the size and only 64 blocks: other weights differ everywhere."""
     digest = hashlib.sha256()

@@ -133,8 +133,8 @@ def validation_metrics(rows: Sequence[Validated], correct_above: float = 0.5) ->
 
     - mean@n, best@k, maj@k of the score, and under <key>/ of each number that the scorer gave: the mean of the
       samples, the expected maximum of k, the value of the most frequent answer among k
-    - pass@k: the chance that one of k is right, that is above `correct_above`, by the scorer's "acc" (the first one
-      of several scorers) or else by the score
+    - pass@k: the chance that one of k is right: its "acc" (of the first scorer that gives one), or else its score, is
+      above `correct_above`
     - mean@n/ci_low, ci_high of that "acc" or score: its `confidence_interval`; without one, its mean
     - mean@n/lower_bound, for --keep-best: the lower end of each mean@n's interval
     - clip_ratio: the share of truncated responses
@@ -222,7 +222,7 @@ class Validation:
         return metrics | validation_metrics(results)
 
     def _scored_batches(self, step: int) -> Iterator[tuple[DataProto, dict[str, list], list[int]]]:
-        """This rank's responses: (batch, what the scorer gave besides, number of each row's prompt). A collective."""
+        """This rank's responses: (batch, extras of the scorer, number of each row's prompt). A collective."""
         world = self.rollouts.world
         first_prompt = first_response = 0  # of the set, among those of all sets
         for val_set, dataset in self.sets:
@@ -231,7 +231,7 @@ class Validation:
             per_call = max(1, self.sizes.local_rows // n)
             for start in range(0, per_rank, per_call):
                 enter_stage(f"validation at step {step}")
-                # every rank takes the same number of rows; rows beyond the data set's end only fill up
+                # the same number of rows on every rank: rows beyond the data set's end are cut off again
                 part = range(start, min(start + per_call, per_rank))
                 rows = [world.rank + world.size * i for i in part]
                 items = collate_fn([self._item(dataset, row, first_prompt) for row in rows])
@@ -261,5 +261,6 @@ def check_sources(sets: Sequence[tuple[ValidationSet, Any]]) -> None:
         for source in sorted(dataset.data_sources):
             if source in files:
                 both = f"{files[source]} and {val_set.files[0]} both have data_source {source!r}"
-                raise InputError(f"--val-files: {both}: with a sampling of its own each file needs its own name")
+                advice = "with a sampling of its own each file needs its own name"
+                raise InputError(f"--val-files: {both}: {advice}")
             files[source] = val_set.files[0]
