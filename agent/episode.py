@@ -72,8 +72,7 @@ class Episode:
                 raise
             request.finish_reason = FinishReason.ABORTED
         finally:
-            done = request.finish_reason not in (None, FinishReason.ABORTED)
-            request.state = RequestState.COMPLETED if done else RequestState.FAILED
+            request.end()
             for name in self.created:
                 await self._tool(name, "release")
             if self.interaction:

@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from agent.episode import EngineFailed, Episode
 from agent.http.agent_episode import AgentEpisode
@@ -40,7 +39,6 @@ NUMBERS = itertools.count()  # numbers the episodes of this process
 AGENT_COLUMNS = {"raw_prompt": "prompt", "data_source": "data_source", "reward_model": "reward_model"}
 AGENT_COLUMNS |= {"extra_info": "extra_info", "index": "index"}  # what an agent gets, by its names there
 INPUT_COLUMNS = ("raw_prompt", "raw_prompt_ids", "tools_kwargs", "interaction_kwargs")
-MEDIA_COLUMNS = ("multi_modal_data", "multi_modal_inputs")
 OUTPUT_COLUMNS = ("messages", "num_turns", "segments", "weight_version", "tool_errors", "tool_rewards")
 
 
@@ -111,19 +109,20 @@ class Episodes:
         rows = [Generated(r.token_ids, r.log_probs, r.finish_reason.value, [], r.routed_experts) for r in requests]
         masks, positions = [r.response_mask for r in requests], [r.position_ids for r in requests]
         batch = add_responses(prompts, rows, self.engine.pad_token_id, masks, positions)
-        if MEDIA_COLUMNS[1] in prompts.non_tensor_batch:
-            grown = [[request.data for request in requests], [request.row_inputs for request in requests]]
-            batch.non_tensor_batch |= DataProto.from_dict(non_tensors=dict(zip(MEDIA_COLUMNS, grown))).non_tensor_batch
-        given = torch.zeros_like(batch.batch["rollout_log_probs"])  # (B, T)
+        turn_rewards = torch.zeros_like(batch.batch["rollout_log_probs"])  # (B, T)
+        states = torch.zeros_like(batch.batch["responses"])  # (B, T)
+        numbers = torch.zeros_like(states)
         for i, request in enumerate(requests):
-            for at, reward in zip(request.rewarded, request.turn_rewards):
-                given[i, at] += reward
-        batch.batch["turn_rewards"] = given * batch.batch["response_mask"].any(1, keepdim=True)
-        for name in "anchor_states", "turn_numbers":
-            of_rows = [torch.tensor(getattr(request, name), dtype=torch.long) for request in requests]
-            of_rows = [F.pad(own, (0, given.shape[1] - len(own))) for own in of_rows]
-            batch.batch[name] = torch.stack(of_rows).to(given.device)
+            for at, reward in request.rewards:
+                turn_rewards[i, at] += reward
+            n = len(request.token_ids)
+            states[i, :n], numbers[i, :n] = torch.tensor([request.anchor_states, request.turn_numbers])
+        turn_rewards *= batch.batch["response_mask"].any(1, keepdim=True)
+        batch.batch.update({"turn_rewards": turn_rewards, "anchor_states": states, "turn_numbers": numbers})
         columns = {name: [getattr(request, name) for request in requests] for name in OUTPUT_COLUMNS}
+        if "multi_modal_inputs" in prompts.non_tensor_batch:
+            columns["multi_modal_data"] = [request.data for request in requests]
+            columns["multi_modal_inputs"] = [request.row_inputs for request in requests]
         if self.settings.agent:
             columns["answer"] = [request.answer for request in requests]
         columns["agent_metrics"] = [dict(request.metrics) for request in requests]

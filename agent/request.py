@@ -62,8 +62,7 @@ class AsyncRolloutRequest:
     routed_experts: torch.Tensor | None = None  # of the prompt and the response, as in the column
     starts: list[int] = field(default_factory=lambda: [0])  # where segments start; the first includes the prompt
     num_turns: int = 0
-    turn_rewards: list[float] = field(default_factory=list)
-    rewarded: list[int] = field(default_factory=list)  # each reward's index: the last token before it was given
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # with the index of the last token before each
     window: int | None = None  # the most tokens of a context and its turn; None: the row's
     summarized: int = 0  # the number of messages that the context has no more
     summary: list[dict] = field(default_factory=list)  # and those that it has instead: the prompt and a summary
@@ -127,12 +126,17 @@ class AsyncRolloutRequest:
             self.raw_context += ids
         self.positions = torch.cat([self.positions, positions], -1)
         self.new_positions.append(positions)
+        n, state, turn = len(ids), 0, 0
+        log_probs, versions = [0.0] * n, [-1] * n
+        if sampled is not None:
+            state, turn = self.observation, 1 + max(self.turn_numbers, default=0)
+            log_probs, versions = sampled.log_probs, sampled.weight_versions or versions
         self.token_ids += ids
-        self.response_mask += [int(sampled is not None)] * len(ids)
-        self.log_probs += [0.0] * len(ids) if sampled is None else sampled.log_probs
-        self.weight_versions += (sampled.weight_versions if sampled else None) or [-1] * len(ids)
-        self.anchor_states += [self.observation if sampled is not None else 0] * len(ids)
-        self.turn_numbers += [1 + max(self.turn_numbers, default=0) if sampled is not None else 0] * len(ids)
+        self.response_mask += [int(sampled is not None)] * n
+        self.log_probs += log_probs
+        self.weight_versions += versions
+        self.anchor_states += [state] * n
+        self.turn_numbers += [turn] * n
 
     def add_routes(self, routes: torch.Tensor | None) -> None:
         """routes: of the tokens of `context` as far as they are known, if the engine returns them."""
@@ -157,8 +161,11 @@ class AsyncRolloutRequest:
     def reward(self, value: float) -> None:
         if not abs(value) <= LARGEST_SCORE:
             raise ValueError(f"a reward of {value}; use numbers up to {LARGEST_SCORE:g}")
-        self.turn_rewards.append(float(value))
-        self.rewarded.append(len(self.token_ids) - 1)
+        self.rewards.append((len(self.token_ids) - 1, float(value)))
+
+    def end(self) -> None:
+        done = self.finish_reason not in (None, FinishReason.ABORTED)
+        self.state = RequestState.COMPLETED if done else RequestState.FAILED
 
 
 def without_calls(messages: list[dict]) -> list[dict]:

@@ -75,8 +75,7 @@ class AgentEpisode:
         finally:
             await endpoint.close(key)
             self._fill_row(rewards)
-            done = request.finish_reason not in (None, FinishReason.ABORTED)
-            request.state = RequestState.COMPLETED if done else RequestState.FAILED
+            request.end()
         if reward is not None:
             request.reward(reward)
             request.answer = None  # no scorer judges it
