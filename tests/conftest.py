@@ -78,8 +78,10 @@ def world():
 
     from lib.distributed import init_distributed
 
-    yield init_distributed()
-    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", os.environ.copy())  # processes that tests start do not get the launch variables
+        yield init_distributed()
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
+from functools import lru_cache, reduce
+from operator import is_
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 OURS = {"lib", "agent", "planner", "rewards", "tools", "benchmarks", "grpo", "ppo", "remax", "dapo"}
-LIBRARIES = (
+LIBRARIES = {
     *("os", "time", "subprocess", "socket", "threading", "fcntl", "psutil", "builtins", "tyro._parsers"),
     *("torch", "torch.cuda", "torch.accelerator", "torch.nn.functional", "torch.multiprocessing"),
     *("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.checkpoint"),
@@ -26,7 +27,7 @@ LIBRARIES = (
         "vllm.v1.engine.utils",
         "vllm.platforms",
     ),
-)
+}
 REGISTRIES = {  # {module: the paths of dicts in it}
     "transformers.modeling_utils": ("AttentionInterface._global_mapping",),
     "transformers.masking_utils": ("AttentionMaskInterface._global_mapping",),
@@ -88,8 +89,13 @@ def _registries() -> Iterator[tuple[str, dict, dict]]:
                 yield f"{module}.{path}", registry, dict(registry)
 
 
+@lru_cache(1)
+def _watched(_: int) -> list[ModuleType]:
+    """The argument, a number of imported modules, keeps the list until there is another one."""
+    return [module for name, module in sys.modules.items() if name in LIBRARIES or name.partition(".")[0] in OURS]
+
+
 def state() -> State:
-    watched = [module for name, module in sys.modules.items() if name in LIBRARIES or name.partition(".")[0] in OURS]
     return State(
         environment=_environment(),
         folder=str(Path.cwd()),
@@ -97,7 +103,7 @@ def state() -> State:
         handlers=[signal.getsignal(number) for number in SIGNALS],
         torch=_torch(),
         registries=[*_registries()],
-        modules=[(module, dict(vars(module))) for module in watched],
+        modules=[(module, dict(vars(module))) for module in _watched(len(sys.modules))],
     )
 
 
@@ -120,13 +126,19 @@ def restore(before: State) -> list[str]:
     for setter in _changed(before.torch, _torch()):
         patched.append(f"torch.{setter}")
         getattr(sys.modules["torch"], setter)(before.torch[setter])
-    for name, registry, copy in before.registries:  # in which lib has its own entries for the whole process
-        if others := [key for key in _changed(copy, registry) if _origin(registry.get(key)) not in OURS]:
-            patched.append(f"{others} in {name}")
-            registry.clear()
-            registry.update(copy)
+    for name, registry, copy in before.registries:
+        for key in _changed(copy, registry):
+            # lib registers for the whole process: functions of its own, and masks of transformers under new names
+            if _origin(registry.get(key)) in OURS or (key not in copy and _origin(registry[key]) == "transformers"):
+                continue
+            patched.append(f"{key!r} in {name}")
+            registry.pop(key, None)
+            if key in copy:
+                registry[key] = copy[key]
     for module, attributes in before.modules:
         now, is_ours = vars(module), _origin(module) in OURS
+        if all(map(is_, map(now.get, attributes), attributes.values())):
+            continue
         for name, value in attributes.items():
             is_watched = not name.startswith("_") and (callable(value) or (is_ours and name.isupper()))
             if is_watched and now.get(name, MISSING) is not value and _origin(now.get(name)) != "vllm":
