@@ -1,16 +1,15 @@
 """Tool classes with verl's constructor, (config, tool_schema), and verl's YAML files that list them."""
 
 import inspect
+import json
 import numbers
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
-
 from agent.tools.base import LARGEST_METRIC, BaseTool, ToolSchema, _call, say
 from lib import InputError
-from lib.cli.flags import entries, read_yaml
 from lib.cli.user_code import load_class
+from lib.cli.yaml_files import SafeLoader, read_yaml
 
 FORM = "write `tools:` and a list of class_name, config and tool_schema"
 
@@ -75,13 +74,15 @@ def make_tool(where: str, cls: Any, config: dict | None = None, schema: dict | N
 def load_yaml(path: str) -> Iterator[BaseTool]:
     """The tools of a YAML file in verl's form. Raises InputError."""
     where = f"--multi-turn.tools {path}"
-    tree = read_yaml(path, where)
-    root = {key: node for _, key, node in entries(tree, where)} if isinstance(tree, yaml.MappingNode) else {}
-    if [*root] != ["tools"] or not isinstance(root["tools"], yaml.SequenceNode):
+    tree = read_yaml(path, where, SafeLoader)
+    if not (isinstance(tree, dict) and [*tree] == ["tools"] and isinstance(tree["tools"], list)):
         raise InputError(f"{where}: {FORM}")
-    for node in root["tools"].value:
-        line = f"{where} line {node.start_mark.line + 1}"
-        own = _value(node, where)
+    for number, entry in enumerate(tree["tools"], 1):
+        line = f"{where} tool {number}"
+        text = json.dumps(entry, default=str)  # a date stays a text
+        if "${" in text:
+            raise InputError(f"{line}: ${{...}} of OmegaConf: write the value, or read os.environ in the class")
+        own = json.loads(text)
         if not isinstance(own, dict) or own.keys() - {"class_name", "config", "tool_schema"}:
             raise InputError(f"{line}: {FORM}, and nothing else")
         name, config, schema = own.get("class_name"), own.get("config") or {}, own.get("tool_schema")
@@ -90,18 +91,3 @@ def load_yaml(path: str) -> Iterator[BaseTool]:
         if (kind := config.get("type", "native")) != "native":
             raise InputError(f"{line}: config.type {kind}: only native; an MCP server is --multi-turn.tools mcp:...")
         yield make_tool(f"{line}: {name}", load_class(f"{line}: class_name", name), config, schema)
-
-
-def _value(node: yaml.Node, where: str) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return {key: _value(inner, where) for _, key, inner in entries(node, where)}
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(inner, where) for inner in node.value]
-    line = f"{where} line {node.start_mark.line + 1}"
-    if "${" in node.value:
-        raise InputError(f"{line}: ${{...}} of OmegaConf: write the value, or read os.environ in the class")
-    try:
-        value = yaml.constructor.SafeConstructor().construct_object(node)
-    except (ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{line}: {str(error).splitlines()[0]}") from error
-    return value if isinstance(value, str | int | float | None) else node.value  # a date stays a text
