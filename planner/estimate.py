@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+import planner
 from lib import InputError
 from lib.args import ScriptArgs, Sizes, engine_rows, step_sizes, training_ranks
-from lib.cli.flags import as_flag, check_flags, parse_json
+from lib.cli.flags import as_flag, check_flags
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import (
     ESTIMATED,
@@ -42,9 +43,10 @@ H100 = Gpu("H100", 80 * GIB, PEAK_TFLOPS["H100"])
 
 
 def describe_dry_run(args: ScriptArgs, sizes: Sizes, inputs: Inputs) -> str:
-    """Tables of what a step needs on the --dry-run GPUs; with --trace what it allocates, with --plan its seconds."""
+    """Tables of what a step needs on the --dry-run GPUs; with the planner's --trace what it allocates, with --plan its
+    seconds."""
     gpu = gpu_here()
-    traced = trace_step(args, inputs) if args.run.trace else None  # before any backward pass
+    traced = trace_step(args, inputs) if planner.traces else None  # before any backward pass
     lines = [describe_needs(args, sizes, gpu)]
     lines += [describe_trace(args, sizes, traced, gpu)] if traced else []
     lines += [describe_plan(args, gpu, traced)] if args.run.plan else []
@@ -93,7 +95,7 @@ def flops_of_step(args: ScriptArgs, sizes: Sizes, response_length: int | None = 
         max_response_length=response_length or args.rollout.max_response_length,
         update_epochs=args.update_epochs,
         log_prob_passes=log_prob_passes(args, sizes),
-        share_prompts=args.model.share_prompts and args.model.padding_free,
+        share_prompts=args.model.shares_prompts,
         gradient_checkpointing=args.model.gradient_checkpointing,
         **models_of(args),
     )
@@ -116,7 +118,7 @@ def memory_of(args: ScriptArgs, sizes: Sizes, ranks: int, gpu: int) -> Moments:
     model, shard, rollout = args.model, args.shard, args.rollout
     dtype = get_compute_dtype(model.compute_dtype, ESTIMATED)
     share = int(rollout.gpu_share * gpu) if rollout.starts_vllm else 0
-    rows_a_prompt = args.group_size if model.share_prompts and model.padding_free else 1
+    rows_a_prompt = args.group_size if model.shares_prompts else 1
     row = args.data.max_prompt_length / rows_a_prompt + rollout.max_response_length  # tokens
     one_micro_batch = sizes.local_mini_batch_rows * row <= args.optimizer.micro_batch_tokens
     whole_or_sharded: Literal["whole", "sharded"] = "sharded" if shard.reduce_each_micro_batch else "whole"
@@ -347,7 +349,7 @@ def engine_rates(args: ScriptArgs, policy: DecoderCosts, gpu: Gpu) -> EngineRate
     read, computed = READS * gpus * bandwidth * 1e12, PREFILL_MFU * gpus * gpu.peak * 1e12
     room = args.rollout.gpu_share * gpu.memory * gpus - policy.weights
     rows = engine_rows(args, training_ranks(args))
-    slots = parse_json("vllm_kwargs", args.rollout.vllm_kwargs).get("max_num_seqs", rows)
+    slots = args.rollout.engine_args.get("max_num_seqs", rows)
     if type(slots) is not int or slots < 1:
         raise InputError(f"--vllm-kwargs max_num_seqs {slots}: give a number of rows, such as 256")
     return EngineRates(

@@ -22,7 +22,7 @@ FIXED |= {"top_logprobs": (0,), "parallel_tool_calls": (True,), "response_format
 FIXED |= {"modalities": (["text"],)}
 READ = {"messages", "tools", "tool_choice", "n", "stop", "seed", "max_tokens", "max_completion_tokens", "logprobs"}
 READ |= {"stream", "temperature", "top_p"}
-# parameters that --agent-ignore may name, in any of the APIs: without them a request has an answer of the same form
+# what --agent-kwargs ignore=... may name, in any of the APIs: without it a request has an answer of the same form
 IGNORABLE = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"}
 IGNORABLE |= {"logit_bias", "response_format", "text", "reasoning", "reasoning_effort", "verbosity", "thinking"}
 IGNORABLE |= {"top_logprobs", "parallel_tool_calls", "include", "truncation"}
@@ -113,7 +113,7 @@ def supported(body: Any, known: set[str], fixed: dict[str, tuple], rules: Rules)
         else:
             continue
         if name not in rules.ignore:
-            advice = f". The run's --agent-ignore {name} accepts and ignores it" if name in IGNORABLE else ""
+            advice = f". The run's --agent-kwargs ignore={name} accepts and ignores it" if name in IGNORABLE else ""
             raise BadRequest(what + advice, name[:100], code)
         rules.ignored += 1
         del given[name]

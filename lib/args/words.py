@@ -1,9 +1,16 @@
 """Flags whose values are words NAME=VALUE, such as --val-kwargs top_p=0.9 top_k=20."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lib import InputError
+
+T = TypeVar("T")
+
+
+def from_words(flag: str, given: Iterable[str], kind: type[T]) -> T:
+    """A dataclass from words NAME=VALUE of its fields. Raises InputError, which begins with the flag."""
+    return kind(**words(flag, given, get_type_hints(kind, include_extras=True)))
 
 
 def words(flag: str, given: Iterable[str], types: Mapping[str, Any]) -> dict[str, Any]:

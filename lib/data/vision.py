@@ -1,5 +1,5 @@
 """Images and videos of prompts: from a row's files to what the model and the engines take. The processor and the engine
-get the same picture, made here: turned as its EXIF says, without alpha, of the size that --max-pixels and --min-pixels
+get the same picture, made here: turned as its EXIF says, without alpha, of the size that --vision-kwargs
 allow. Each processor then resizes by its own rules. A small file may hold billions of pixels: its size is checked
 before it is decoded. A template may leave an image out: its placeholders are counted."""
 

@@ -23,7 +23,7 @@ from lib.rollout.weight_sync import weight_checksum
 from lib.sampling import Sampling
 
 LONG_PROMPT = 128  # tokens; to copy a shorter prompt's cache to each row costs less than GroupCache
-NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa --no-padding-free"
+NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa"
 ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 

@@ -1,4 +1,4 @@
-"""--lora-sync auto: whether an engine gets LoRA's adapters by themselves, or merged into the weights."""
+"""Whether an engine gets LoRA's adapters by themselves, or merged into the weights."""
 
 import time
 
@@ -11,6 +11,7 @@ from lib.distributed import all_gather_lists, compute_device, fsdp_modules, full
 from lib.rollout.engine import RolloutEngine
 from lib.rollout.weight_sync import UnsupportedAdapter
 
+GETS = {"adapter": "the adapter", "merged": "merged weights"}
 MOST_LOST = 0.01  # share of an update that merged weights may lose
 
 
@@ -36,7 +37,7 @@ def choose_lora_sync(engine: RolloutEngine, model: PreTrainedModel, version: int
     if is_first_on_node():
         what = f"in {engine.dtype}, merged weights lose {lost:.2g} of an update of {lr:g} (--lr)"
         times = "; a sync takes: " + "; ".join(seconds.values())
-        print(f"--lora-sync auto: {choice}: {what.replace('torch.', '')}{times}{why_not}", flush=True)
+        print(f"LoRA: vLLM gets {GETS[choice]}: {what.replace('torch.', '')}{times}{why_not}", flush=True)
 
 
 @torch.no_grad()

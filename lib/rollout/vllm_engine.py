@@ -34,14 +34,15 @@ from lib.seeds import seeded
 # settings of vLLM: the flag that sets each
 BY_FLAG = {"model": "--model", "tokenizer": "--model", "dtype": "--compute-dtype", "seed": "--seed"}
 BY_FLAG |= {"max_model_len": "--max-prompt-length, --max-response-length and --multi-turn.context-window"}
-BY_FLAG |= {"limit_mm_per_prompt": "--max-images"}
-BY_FLAG |= {"enable_lora": "--lora-sync", "max_lora_rank": "--lora-rank"}
+BY_FLAG |= {"limit_mm_per_prompt": "--vision-kwargs max_images"}
+BY_FLAG |= {"max_lora_rank": "--lora-rank"}
 BY_FLAG["enable_return_routed_experts"] = "--routing-replay"
 BY_FLAG["gpu_memory_utilization"] = "--gpu-memory-utilization"
 BY_FLAG["tensor_parallel_size"] = "--rollout-tensor-parallel-size"
 FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
 FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
 FIXED += ["pipeline_parallel_size", "max_loras"]
+TAKE_MERGED = 'take --vllm-kwargs {"enable_lora": false}'
 CACHED_S = 30 * 86400.0  # how long files of an engine stay in the cache after their last use
 
 
@@ -140,10 +141,10 @@ def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:
 
     rank, ranks = model.peft_config["default"].r, get_args(MaxLoRARanks)
     if rank > max(ranks):
-        raise UnsupportedAdapter(f"--lora-rank {rank}: vLLM takes adapters up to {max(ranks)}: take --lora-sync merged")
+        raise UnsupportedAdapter(f"--lora-rank {rank}: vLLM takes adapters up to {max(ranks)}: {TAKE_MERGED}")
     known = ModelRegistry.models.get(name := model.config.architectures[0])
     if known is None or not supports_lora(known.load_model_cls()):
-        raise UnsupportedAdapter(f"--lora-sync adapter: vLLM has no LoRA for {name}: take --lora-sync merged")
+        raise UnsupportedAdapter(f"vLLM has no LoRA for {name}: {TAKE_MERGED}")
     return {"enable_lora": True, "max_lora_rank": min(r for r in ranks if r >= rank), "max_loras": 1}
 
 
@@ -154,8 +155,9 @@ class VLLMEngine(SteppedEngine):
     `ranks` neighbouring ranks share one engine, split by tensor parallelism. Each has its own requests, but vLLM needs
     the same requests in the same order on all of them: generate, step and the end of a session are their collectives.
 
-    more: further settings of vLLM, which check_vllm_kwargs has seen. lora_sync: --lora-sync. start: of engine_settings.
-    Raises InputError as engine_settings, or if vLLM refuses a setting; UnsupportedAdapter if lora_sync is "adapter"."""
+    more: further settings of vLLM, which check_vllm_kwargs has seen. lora_sync: auto, adapter or merged. start: of
+    engine_settings. Raises InputError as engine_settings, or if vLLM refuses a setting; UnsupportedAdapter if lora_sync
+    is "adapter"."""
 
     takes_images = takes_adapters = gives_routes = True
     long_steps = False  # a step is one token; requests come and go at each step
@@ -215,7 +217,7 @@ class VLLMEngine(SteppedEngine):
             if lora_sync == "adapter":
                 raise
             if is_first_on_node():
-                print(f"--lora-sync auto: merged: {error}", flush=True)
+                print(f"LoRA: vLLM gets merged weights: {error}", flush=True)
             return {}
         return settings
 
@@ -252,7 +254,7 @@ class VLLMEngine(SteppedEngine):
         try:
             self.llm.collective_rpc(load_adapter, args=(dict(stream), config.r, config.lora_alpha, number))
         except ValueError as error:
-            raise UnsupportedAdapter(f"--lora-sync adapter: {error}: take --lora-sync merged") from error
+            raise UnsupportedAdapter(f"{error}: {TAKE_MERGED}") from error
         self._lora = LoRARequest(f"adapter-{number}", number, "in memory")
         return stream.checksum
 

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
-import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError, distributed
@@ -98,8 +97,7 @@ class Run:
 
     def __post_init__(self):
         self.last_step, self._goals = self.args.total_steps, Goals(self.args)
-        steps, memory = self.args.profile_steps, self.args.profile_memory
-        self._profiler = Profiler(self.folder / "profile", steps, memory, self.world)
+        self._profiler = Profiler(self.folder / "profile", self.args.profile_steps, self.world)
         self._peak_tflops = peak_tflops(self.world.device)
 
     def load(self, models: Models, stateful: Mapping[str, Any]) -> Batches:
@@ -231,9 +229,7 @@ class Run:
         """With --export-model, writes the policy in Hugging Face form to the run's folder. A collective."""
         if self.args.export_model and not self.validation.val_only:
             self._wait_for_writers()  # the last checkpoint is on the disk, whatever happens to the export
-            name = self.args.export_dtype
-            dtype = actor.forward.compute_dtype if name == "auto" else getattr(torch, name)
-            checkpoints.export_hf(actor.module, processor, self.folder / "model", dtype)
+            checkpoints.export_hf(actor.module, processor, self.folder / "model", actor.forward.compute_dtype)
 
     def close(self) -> None:
         """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""
@@ -691,8 +687,7 @@ def typed_command(resume: str | None = None, total_steps: int | None = None) -> 
     if resume is not None:
         flags = [*_without(flags, {"--run-name", "--resume"}), "--run-name", resume, "--resume", "auto"]
     if total_steps is not None:
-        ends = {"--total-steps", "--total-epochs", "--stop-when"}
-        flags = [*_without(flags, ends), "--total-steps", str(total_steps)]
+        flags = [*_without(flags, {"--total-steps", "--stop-when"}), "--total-steps", str(total_steps)]
     typed = os.environ.get("PLAINRL_LAUNCHER", shlex.join(start))  # launch/one_node.sh executes torchrun
     return f"{typed} {shlex.join([*script, *flags])}", launcher
 

@@ -23,6 +23,8 @@ from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, truncated_rows
 from lib.seeds import seeded
 
+SHOWN = 3  # samples that a run prints at its end; samples.jsonl has all
+
 
 def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
     """The chance that k of n samples, drawn without replacement, contain one of the c right ones; n and c broadcast.
@@ -218,7 +220,7 @@ class Validation:
             first_prompt += len(dataset)
             first_response += len(dataset) * val_set.samples
         results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # the same order on any number of ranks
-        self.tracker.samples(all_gather_lists(shown), step, show=self.args.show_samples)
+        self.tracker.samples(all_gather_lists(shown), step, show=SHOWN)
         return metrics | validation_metrics(results)
 
     def _add(

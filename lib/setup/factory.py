@@ -86,7 +86,6 @@ class ModelFactory:
         return {
             "dtype": torch.float32 if trainable and not self.model.lora_rank else dtype,  # fp32 master weights
             "attn_implementation": get_attention(attention, dtype, self.world.device, path, **trust),
-            "padding_free": self.model.padding_free,
             "share_prompts": self.model.share_prompts,
             "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
             "offload_activations": "activations" in self.shard.cpu_offload,
@@ -104,8 +103,6 @@ def make_model_factory(args: ScriptArgs, world: World, sizes: Sizes) -> ModelFac
     row_group = make_row_group(world, mesh, shard.sequence_parallel_size)
     dtype = get_compute_dtype(model.compute_dtype, world.device)
     sampling = rollout.sampling()
-    if not args.validation.val_only:
-        models.check_sampling(sampling)
     forward = ForwardConfig(args.optimizer.micro_batch_tokens, sampling, row_group, dtype, model.routing_replay)
     plain = args.loss == "vanilla" and not (
         args.kl_coef and (args.kl_estimator or "").endswith("_unbiased")

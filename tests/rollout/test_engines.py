@@ -18,12 +18,11 @@ import grpo
 from lib import InputError, setup
 from lib.args import step_sizes
 from lib.cli.flags import check_flags, parse_flags
-from lib.model import check_sampling, config_of
+from lib.model import config_of
 from lib.rollout import check_capabilities, engine_class, vllm_refuses
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine
-from lib.sampling import Sampling
 from planner.estimate import memory_of
 from tests.common import ROOT, SMALL, TOY_MODEL, environment, fork, metrics, ran, skip_without_vllm
 
@@ -145,16 +144,18 @@ def test_fp8_rollouts_need_a_correction(quantization, flags, why):
         setup.check_algorithm(args, device)
 
 
-@pytest.mark.parametrize("engine, why", [("hf", "the kernels are vLLM's"), ("http://h:1", "VLLM_BATCH_INVARIANT=1")])
-def test_batch_invariance_needs_the_kernels_of_vllm(engine, why):
-    with pytest.raises(InputError, match=re.escape(f"--batch-invariant with --rollout-engine {engine}: ") + f".*{why}"):
-        parse_flags(grpo.Args, ["--rollout-engine", engine, "--batch-invariant"])
+@pytest.mark.parametrize("engine", ["hf", "http://h:1"])
+def test_batch_invariance_needs_the_kernels_of_vllm(engine):
+    with pytest.raises(InputError, match="--vllm-kwargs has no effect without --rollout-engine vllm"):
+        parse_flags(grpo.Args, ["--rollout-engine", engine, "--vllm-kwargs", '{"batch_invariant": true}'])
+    rollout = parse_flags(grpo.Args, ["--rollout-engine", "vllm", "--vllm-kwargs", '{"batch_invariant": true}']).rollout
+    assert rollout.batch_invariant and rollout.engine_args == {}
 
 
 def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
     """vLLM 0.32 reads the variable in its GPU worker and in layers for GPUs only."""
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    with pytest.raises(InputError, match="--batch-invariant: vLLM has batch-invariant kernels for GPUs from"):
+    with pytest.raises(InputError, match=r"--vllm-kwargs batch_invariant: vLLM has .* for GPUs from"):
         setup.use_batch_invariant_kernels(torch.device("cpu"))
     assert "VLLM_BATCH_INVARIANT" not in os.environ
     monkeypatch.setattr(setup.start, "has_flash_attention", lambda device, dtype: True)
@@ -167,17 +168,16 @@ def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
 def test_lora_needs_no_correction_where_the_engine_gets_the_adapter():
     """merged and auto may round it in bfloat16."""
     skip_without_vllm()
-    flags = ["--rollout-engine", "vllm", "--lora-rank", "4", "--compute-dtype", "bfloat16", "--lora-sync"]
-    ways = {
-        way: setup.check_algorithm(parse_flags(grpo.Args, [*flags, way]), torch.device("cpu"))
-        for way in ("auto", "adapter", "merged")
-    }
-    assert ways == {"auto": {"level": "token", "bounds": (0, 2)}, "adapter": {}, "merged": ways["auto"]}
-    decoupled = parse_flags(grpo.Args, [*flags, "merged", "--loss", "decoupled"])
+    flags = ["--rollout-engine", "vllm", "--lora-rank", "4", "--compute-dtype", "bfloat16", "--vllm-kwargs"]
+    ways = {"auto": "{}", "adapter": '{"enable_lora": true}', "merged": '{"enable_lora": false}'}
+    found = {}
+    for way, kwargs in ways.items():
+        args = parse_flags(grpo.Args, [*flags, kwargs])
+        assert args.rollout.lora_sync == way and args.rollout.engine_args == {}
+        found[way] = setup.check_algorithm(args, torch.device("cpu"))
+    assert found == {"auto": {"level": "token", "bounds": (0, 2)}, "adapter": {}, "merged": found["auto"]}
+    decoupled = parse_flags(grpo.Args, [*flags, ways["merged"], "--loss", "decoupled"])
     assert setup.check_algorithm(decoupled, torch.device("cpu")) == {}  # the loss has the weight already
-    for wrong in (["--lora-rank", "4", "--rollout-engine", "hf"], ["--rollout-engine", "vllm"]):
-        with pytest.raises(InputError, match="--lora-sync has no effect"):
-            parse_flags(grpo.Args, [*wrong, "--lora-sync", "adapter"]).check()
 
 
 @pytest.mark.parametrize(
@@ -210,15 +210,6 @@ def test_a_run_asks_for_what_the_engine_can_do(table):
         for name in ("hf", "vllm", "http://127.0.0.1:1,http://127.0.0.1:2"):
             check_capabilities(name, *what)
     assert [engine_class(name) for name in ("hf", "vllm", "http://x")] == [HFEngine, VLLMEngine, ServerEngine]
-
-
-def test_a_repetition_penalty_is_for_validation_alone(tmp_path):
-    check_sampling(Sampling(1, 0.7, 0.9, 5, 0.1, stop=("x",)))
-    with pytest.raises(InputError, match=r"--repetition-penalty 1\.2: .*--val-only"):
-        check_sampling(Sampling(1, repetition_penalty=1.2))
-    flags = ["--repetition-penalty", "1.2", "--total-steps", "1", "--run-name", "run", *SMALL]
-    refused = fork("grpo", tmp_path, *flags)
-    assert refused.returncode and "--repetition-penalty 1.2: it depends on" in refused.stderr
 
 
 # ---- auto ----------------------------------------------------------------------------------------
@@ -269,7 +260,8 @@ def chosen(flags, device="cuda", refused=""):
 
 
 def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
-    args, why = chosen(["--gpu-memory-utilization", "0.5", "--lora-rank", "4", "--lora-sync", "adapter"])
+    lora = ["--lora-rank", "4", "--vllm-kwargs", '{"enable_lora": true}']
+    args, why = chosen(["--gpu-memory-utilization", "0.5", *lora])
     assert (args.rollout.rollout_engine, args.rollout.engine, why) == ("auto", "vllm", "which knows the model")
     assert args.rollout.starts_vllm and args.no_effect == ()
     sizes = step_sizes(args, 1)
@@ -285,10 +277,8 @@ def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
     ("flags", "message"),
     [
         (["--vllm-kwargs", '{"seed": 1}'], "--vllm-kwargs has no effect without --rollout-engine vllm: drop it"),
-        (["--lora-rank", "4", "--lora-sync", "merged"], "--lora-sync has no effect without --rollout-engine vllm"),
         (["--rollout-tensor-parallel-size", "2"], "splits a vLLM engine: it needs --rollout-engine vllm"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 does not work with --rollout-engine hf"),
-        (["--batch-invariant"], "--batch-invariant with --rollout-engine hf: the kernels are vLLM's: drop the flag"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -736,7 +736,10 @@ def test_vllm_samples_with_adapters_and_with_merged_weights(world, tmp_path, cap
     engine, model = lora_engine(world, tmp_path, torch.float32, "auto")
     choose_lora_sync(engine, model, 0, 1e-4)
     printed = capsys.readouterr().out
-    assert engine.lora_sync == "merged" and "auto: merged: in float32, merged weights lose 0 of an update" in printed
+    assert (
+        engine.lora_sync == "merged"
+        and "LoRA: vLLM gets merged weights: in float32, merged weights lose 0 of an update" in printed
+    )
     assert re.search(r"a sync takes: adapter \S+ s, and \S+ s for 32 tokens; merged \S+ s, and", printed)
     for version, way in enumerate(["merged", "adapter", "adapter", "merged", "adapter"], 1):
         perturb_adapter(model, 0.1)
@@ -771,7 +774,7 @@ def test_vllm_samples_with_adapters_and_with_merged_weights(world, tmp_path, cap
         "model.tower.0.q_proj.lora_B.weight": torch.ones(64, 4),
     }
     monkeypatch.setattr(CheckedStream, "__iter__", lambda self: iter(foreign.items()))
-    with pytest.raises(InputError, match=r"vLLM adapts no model\.tower\.0\.q_proj .*take --lora-sync merged"):
+    with pytest.raises(InputError, match=r"vLLM adapts no model\.tower\.0\.q_proj .*take --vllm-kwargs"):
         engine._load_adapter(model)
     monkeypatch.undo()
     perturb_adapter(model, 1e-6)  # too small for any log-prob to tell
@@ -795,7 +798,7 @@ def test_an_adapter_that_vllm_has_no_room_for_is_refused_or_merged(capsys):
         (model(4, "Unknown"), "no LoRA for Unknown"),
     )
     for wrong, why in (large, unknown):
-        with pytest.raises(InputError, match=f"{why}: take --lora-sync merged"):
+        with pytest.raises(InputError, match=f"{why}: take --vllm-kwargs"):
             engine._lora_settings(wrong, "adapter")
         assert engine._lora_settings(wrong, "auto") == {} and engine.lora_sync == "merged"
         assert why in capsys.readouterr().out

@@ -121,7 +121,7 @@ def test_vllm_trains_as_hf_does(tmp_path):
     scorer = f"{ROOT / 'rewards/arithmetic.py'}:compute_score"
     args = ["--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "6", "--no-export-model"]
     args += ["--val-files", str(ROOT / "data/toy/val.jsonl"), str(tmp_path / "long.jsonl"), "--val-reward", scorer]
-    args += ["--val-max-response-length", "16", "40", "--val-samples", "1", "2", "--val-temperature", "0", "2"]
+    args += ["--val-kwargs", "max_response_length=16,40", "--val-samples", "1", "2", "--val-temperature", "0", "2"]
     done = ran(fork("grpo", tmp_path, *args))
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
@@ -144,7 +144,7 @@ def test_lora_in_bf16_is_corrected_for_what_an_engine_of_its_own_cannot_hold(tmp
     assert not any("rollout/is_weight" in row for row in metrics(tmp_path / "hf"))
     skip_without_vllm()
     done = ran(fork("grpo", tmp_path, *args, "--run-name", "vllm", "--rollout-engine", "vllm"))
-    assert "--lora-sync auto: adapter: in bfloat16, merged weights lose 0." in done.stdout
+    assert "LoRA: vLLM gets the adapter: in bfloat16, merged weights lose 0." in done.stdout
     for row in metrics(tmp_path / "vllm"):
         assert row["rollout/logp_diff_mean"] > 0 and 0.9 < row["rollout/is_weight"] < 1.1
 
@@ -202,7 +202,7 @@ FLAGS = {
         lambda t: [
             *("--adv-estimator", "gdpo", "--reward", two_rewards(t), "--reward-keys", "right", "short"),
             *("--reward-kwargs", '{"longest": 16}', "--zero-variance", "mask"),
-            *("--prompt-sampling", "skip", "--prompt-skip-after", "1"),
+            *("--prompt-sampling", "skip:1"),
             *(
                 "--loss",
                 "decoupled",
@@ -500,7 +500,7 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
         "too long for max_prompt_length=3",
     ),
     "prompt too long": (
-        lambda t: ["--no-filter-overlong-prompts", "--max-prompt-length", "3"],
+        lambda t: ["--overlong-prompts", "error", "--max-prompt-length", "3"],
         "max_prompt_length=3",
     ),
     "no scorer": (
@@ -532,7 +532,10 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
         "low < high",
     ),
     "a correction's bounds": (lambda t: ["--rollout-correction.bounds", "2", "3"], "needs bounds on r"),
-    "images for a text model": (lambda t: ["--max-images", "2"], "--max-images has no effect without a --model that"),
+    "images for a text model": (
+        lambda t: ["--vision-kwargs", "max_images=2"],
+        "--vision-kwargs has no effect without a --model that",
+    ),
     "keyword of no template": (
         lambda t: ["--chat-template-kwargs", '{"enable_thinkin": true}'],
         "--chat-template-kwargs: the model's template does not read enable_thinkin",
