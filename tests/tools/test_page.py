@@ -27,7 +27,6 @@ from PIL import Image
 from benchmarks.run_page import SCHEMA, response_row, write_rollouts, write_run
 from lib import InputError
 from lib.run.run import take_lock
-from lib.run.validation import SHOWN
 from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
 from tests.tools.browser import launch_options, why_no_browser
 from tests.tools.test_compare import write as write_compared
@@ -155,7 +154,7 @@ def toy(tmp_path_factory) -> Path:
 def tools(tmp_path_factory) -> Path:
     """Its calculator raises an exception at every second expression, about."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "mine.py").write_text(CALCULATOR)
+    (folder / "mine.py").write_text(f"import lib.run.validation\nlib.run.validation.SHOWN = 12\n{CALCULATOR}")
     args = [*SMALL, *TOOLS, "--multi-turn.tools", f"{folder / 'mine.py'}:calculator", "--lr", "3e-4"]
     args += ["--val-every", "2", "--val-temperature", "1", "--total-steps", "2"]
     done = ran(fork("grpo", folder, *args, "--run-name", "tools"))
@@ -272,7 +271,7 @@ def test_exceptions_of_tools_are_shown_as_text(tools, visit):
         assert len(line) < 350 and "a second line" not in line
     validated = [json.loads(line) for line in (tools / "samples.jsonl").read_text().splitlines()]
     assert {"tool_errors" in row for row in validated} == {True, False}
-    shown = [number for number, row in enumerate(validated[:SHOWN], 1) if "tool_errors" in row]
+    shown = [number for number, row in enumerate(validated[:12], 1) if "tool_errors" in row]
     printed = re.findall(r"^tool error of sample (\d+): turn ", (tools / "printed.txt").read_text(), re.M)
     assert shown and [*dict.fromkeys(map(int, printed))] == shown
     page = visit(tools)
