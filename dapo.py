@@ -30,7 +30,7 @@ from lib.cli.flags import Ge, Gt, Interval, read_flags
 
 @dataclass
 class Args(shared.ScriptArgs, script="dapo"):
-    """DAPO: GRPO with clip-higher and dynamic sampling. Example: python dapo.py --max-gen-batches 5"""
+    """DAPO: GRPO with clip-higher and dynamic sampling."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)

@@ -27,7 +27,7 @@ from lib.cli.flags import Ge, Gt, Interval, read_flags
 
 @dataclass
 class Args(shared.ScriptArgs):
-    """GRPO: RL with the mean reward of a group of responses as baseline. Example: python grpo.py --group-size 16"""
+    """GRPO: RL with the mean reward of a group of responses as baseline."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)

@@ -28,7 +28,7 @@ from lib.cli.flags import Ge, Gt, Interval, read_flags
 
 @dataclass
 class Args(shared.ScriptArgs, script="ppo"):
-    """PPO: RL with a critic as baseline (GAE). Example: python ppo.py --gae-lambda 0.95"""
+    """PPO: RL with a critic as baseline (GAE)."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)

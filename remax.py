@@ -25,7 +25,7 @@ from lib.cli.flags import Ge, Gt, Interval, read_flags
 
 @dataclass
 class Args(shared.ScriptArgs, script="remax"):
-    """ReMax: RL with the reward of a greedy response as baseline. Example: python remax.py --lr 3e-5"""
+    """ReMax: RL with the reward of a greedy response as baseline."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)

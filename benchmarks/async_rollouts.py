@@ -97,9 +97,7 @@ def learn(seeds: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 24) -> None:
     for seed in seeds:
         for way, flags in WAYS.items():
             with tempfile.TemporaryDirectory() as folder:
-                more = (
-                    f"--val-every 2 --save-every 0 --no-export-model --save-rollouts 0 --show-samples 0 --seed {seed}"
-                )
+                more = f"--val-every 2 --save-every 0 --no-export-model --save-rollouts 0 --seed {seed}"
                 rows = run(Path(folder), [*flags.split(), *more.split(), "--total-steps", str(steps)])
             seconds = np.cumsum([row["timing_s/step"] for row in rows if "timing_s/step" in row])
             curve = [(row["step"], row[ACCURACY]) for row in rows if ACCURACY in row]

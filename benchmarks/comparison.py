@@ -35,7 +35,7 @@ RATES_RECORD = ROOT / "benchmarks/results/comparison_rates.jsonl"
 LONG_RECORD = ROOT / "benchmarks/results/comparison_long.jsonl"
 SEEDS = (1, 2, 3, 4, 5)
 CONFIDENCE = 0.99  # of 50 rows without a difference one in two tables has a verdict
-TASK = "--config data/toy/preset.yaml --model data/toy_rare/model --total-steps 100 --val-every 5 --show-samples 0"
+TASK = "--config data/toy/preset.yaml --model data/toy_rare/model --total-steps 100 --val-every 5"
 FOUR = "--num-mini-batches 4"
 FEW = "--train-files data/toy_rare/few.jsonl"
 LEFT = ("grpo", "ppo", "remax", "dapo", "maxrl", "4 updates: vanilla")
@@ -66,7 +66,7 @@ BASE = {  # of settings or their groups, where it is not grpo
 LONG_TASK = (
     "--config data/toy/preset.yaml --model data/toy_long/model --train-files data/toy_long/train.jsonl "
     "--val-files data/toy_long/val.jsonl --max-prompt-length 40 --max-response-length 56 --total-steps 30 "
-    "--val-every 5 --show-samples 0"
+    "--val-every 5"
 )
 LONG_SOURCES = ("toy/add", "toy/subtract", "toy/double")
 CLIPPED, KL = "actor/pg_clipfrac", "actor/ppo_kl"

@@ -61,7 +61,7 @@ IMAGES = {  # of grpo.py
         ("white images", "data/toy_vision/blank", ""),
     ]
 }
-FLAGS = "--val-every 2 --show-samples 0"
+FLAGS = "--val-every 2"
 ACCURACY = "val/toy/arithmetic/mean@1"
 PANELS = {
     ACCURACY: "greedy accuracy on held-out sums",

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 SEEDS = (1, 2, 3)
 # 512 responses a step, of which 26 hang and 26 die; two updates, so that there is a pass for old log-probs to overlap
 FLAGS = "--prompts-per-step 64 --num-mini-batches 2 --update-epochs 2 --total-steps 40"
-FLAGS += " --save-every 0 --show-samples 0 --no-export-model"
+FLAGS += " --save-every 0 --no-export-model"
 POOL = "--reward-workers 32 --reward-timeout 0.1 --val-reward data_source"
 
 

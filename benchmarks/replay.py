@@ -21,7 +21,7 @@ from PIL import Image
 
 from benchmarks.curves import ACCURACY, RESULTS, ROOT, curve, plot, provenance
 
-FLAGS = "--total-steps 30 --num-mini-batches 4 --val-every 2 --show-samples 0 --save-every 0 --no-export-model"
+FLAGS = "--total-steps 30 --num-mini-batches 4 --val-every 2 --save-every 0 --no-export-model"
 CHANGES = {
     "vanilla (as recorded)": "",
     "gspo": "--loss gspo --loss-agg-mode seq-mean-token-mean",

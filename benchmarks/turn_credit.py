@@ -26,7 +26,7 @@ FLAGS = (
     "--config data/toy/preset.yaml --model data/toy_tools/model "
     "--train-files data/toy_tools/train.jsonl --val-files data/toy_tools/val.jsonl "
     "--max-prompt-length 32 --max-response-length 48 --lr 3e-4 --total-steps 20 --multi-turn.max-turns 3 "
-    "--val-every 2 --val-temperature 1 --show-samples 0"
+    "--val-every 2 --val-temperature 1"
 )
 REWARDED = "--multi-turn.tools benchmarks/turn_credit.py:calculator"
 ARMS = {  # flags of grpo.py

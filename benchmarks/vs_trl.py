@@ -74,7 +74,7 @@ SETTINGS = {
 OPTIONS = (
     "",
     "--no-share-prompts",
-    "--no-padding-free",
+    "--attn-implementation sdpa",
     "--micro-batch-tokens 4096",
     "--gradient-checkpointing",
     "--rollout-engine vllm",

@@ -32,16 +32,15 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
-import yaml
 
 from lib import InputError, how_it_ended
-from lib.args.groups import LONGEST_RUN_NAME
-from lib.cli.flags import entries, read_yaml, texts
+from lib.args.run import LONGEST_RUN_NAME
 from lib.cli.process import command_line
 from lib.cli.secrets import secret_in
+from lib.cli.yaml_files import read_yaml, words_of
 from lib.run.lock import take_lock
 
 ROOT = Path(__file__).parents[1]
@@ -83,53 +82,60 @@ class Run:
 
 def read_sweep(file: Path, folder: Path) -> list[Run]:
     """The runs of the file, in its order. Raises InputError."""
-    tree = read_yaml(str(file), str(file))
-    sweep = {key: node for _, key, node in entries(tree, str(file))} if isinstance(tree, yaml.MappingNode) else {}
-    script = sweep.get("script")
-    if not (isinstance(script, yaml.ScalarNode) and script.value and sweep.keys() <= KEYS):
+    sweep = read_yaml(file, str(file))
+    if not isinstance(sweep, dict) or not sweep.keys() <= KEYS or not isinstance(sweep.get("script"), str):
         raise InputError(f"{file}: must have `script`, and may have {', '.join(sorted(KEYS - {'script'}))}")
     if "grid" in sweep and "settings" in sweep:
         raise InputError(f"{file}: has `grid` and `settings`: give one of them")
-    fixed = {flag: words(flag, node, where) for where, flag, node in flags_of(sweep.get("flags"), file)}
+    fixed = words_of_flags(sweep.get("flags"), f"{file}: flags")
     grid: dict[str, list[list[str]]] = {}
-    for where, flag, node in flags_of(sweep.get("grid"), file):
-        if not isinstance(node, yaml.SequenceNode) or not node.value:
-            raise InputError(f"{where}: grid: {flag}: give a list of values")
-        grid[flag] = [words(flag, value, where) for value in node.value]
-    seeds = ["1"]
-    if "seeds" in sweep:
-        seeds = texts(sweep["seeds"], f"{file}: seeds")
-        if not isinstance(sweep["seeds"], yaml.SequenceNode) or not all(map(INTEGER.fullmatch, seeds)):
-            raise InputError(f"{file}: seeds: give a list of integers")
+    for flag, values in flags_of(sweep.get("grid"), f"{file}: grid").items():
+        if not isinstance(values, list) or not values:
+            raise InputError(f"{file}: grid: {flag}: give a list of values")
+        grid[flag] = [words(flag, value, f"{file}: grid") for value in values]
+    seeds = sweep.get("seeds", ["1"])
+    if not isinstance(seeds, list) or not all(isinstance(seed, str) and INTEGER.fullmatch(seed) for seed in seeds):
+        raise InputError(f"{file}: seeds: give a list of integers")
     if (number := math.prod(map(len, grid.values())) * len(seeds)) > MOST_RUNS:
         raise InputError(f"{file}: {number:,} runs, more than {MOST_RUNS:,}: shorten the grid")
     settings = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     if "settings" in sweep:
-        if not isinstance(sweep["settings"], yaml.SequenceNode):
+        if not isinstance(sweep["settings"], list):
             raise InputError(f"{file}: settings: give a list of {{flag: value}}")
-        given = [flags_of(node, file) for node in sweep["settings"].value]
-        settings = [{flag: words(flag, node, where) for where, flag, node in setting} for setting in given]
-    [path] = texts(script, f"{file}: script")
-    runs = [make_run(path, fixed, setting, seed, folder) for setting in settings for seed in seeds]
+        settings = [words_of_flags(setting, f"{file}: settings") for setting in sweep["settings"]]
+    runs = [make_run(sweep["script"], fixed, setting, seed, folder) for setting in settings for seed in seeds]
     [(name, times)] = Counter(run.name for run in runs).most_common(1) or [("", 0)]
     if times > 1:
         raise InputError(f"{file}: {times} runs would be named {name}: make their settings differ")
     return runs
 
 
-def flags_of(node: yaml.Node | None, file: Path) -> list[tuple[str, str, yaml.Node]]:
-    """(file and line, flag without its dashes, value). Raises InputError."""
-    if node is None:
-        return []
-    if not isinstance(node, yaml.MappingNode):
-        raise InputError(f"{file} line {node.start_mark.line + 1}: give {{flag: value}}")
-    flags = [(where, key.lstrip("-").replace("_", "-"), value) for where, key, value in entries(node, str(file))]
-    for where, flag, _ in flags:
+def flags_of(values: Any, where: str) -> dict[str, Any]:
+    """{flag without its dashes: value}. Raises InputError."""
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: give {{flag: value}}")
+    flags = {str(key).lstrip("-").replace("_", "-"): value for key, value in values.items()}
+    for flag in flags:
         if flag in OWN:
             raise InputError(f"{where}: {flag}: a sweep sets it itself (seeds, --output-dir)")
         if not re.fullmatch(r"[\w.-]+", flag):
             raise InputError(f"{where}: {flag[:100]!r} is no flag")
+    if len(flags) < len(values):
+        raise InputError(f"{where}: a flag is there twice: {', '.join(map(str, values))[:200]}")
     return flags
+
+
+def words_of_flags(values: Any, where: str) -> dict[str, list[str]]:
+    return {flag: words(flag, value, where) for flag, value in flags_of(values, where).items()}
+
+
+def words(flag: str, value: Any, where: str) -> list[str]:
+    """Of the command line. Raises InputError."""
+    if secret := secret_in(value, f"--{flag}"):
+        raise InputError(f"{where}: {secret}")
+    return words_of(f"--{flag}", value, f"{where}: {flag}", is_switch=isinstance(value, bool))
 
 
 def make_run(script: str, fixed: dict[str, list[str]], setting: dict[str, list[str]], seed: str, folder: Path) -> Run:
@@ -143,17 +149,6 @@ def make_run(script: str, fixed: dict[str, list[str]], setting: dict[str, list[s
     own = {"seed": seed, "run-name": name, "output-dir": str(folder), "resume": "auto"}
     words_of = fixed | setting | {flag: [f"--{flag}", value] for flag, value in own.items()}
     return Run(name, [script, *itertools.chain(*words_of.values())])
-
-
-def words(flag: str, node: yaml.Node, where: str) -> list[str]:
-    """Of the command line. A flag with dots is a setting's: its `no-` is before the last part."""
-    found = texts(node, f"{where}: {flag}")
-    if secret := secret_in(found, f"--{flag}"):
-        raise InputError(f"{where}: {secret}")
-    if isinstance(node, yaml.ScalarNode) and not node.style and found[0] in ("True", "False"):
-        before, _, last = flag.rpartition(".")
-        return [f"--{before}{'.' if before else ''}{'' if found[0] == 'True' else 'no-'}{last}"]
-    return [f"--{flag}", *found]
 
 
 def launched(run: Run, gpus: list[str]) -> tuple[list[str], dict[str, str]]:

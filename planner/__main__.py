@@ -1,9 +1,17 @@
-"""python -m planner grpo.py --gpus 8 [flags]: what --dry-run 8 prints. --plan and --trace are flags of the script."""
+"""python -m planner grpo.py --gpus 8 [--trace] [flags]: what --dry-run 8 prints.
+
+--trace also runs a step of the script without values, and prints the memory that it takes and a predicted speed, which
+--plan then takes.
+"""
 
 import runpy
 import sys
 
+import planner
+
 if __name__ == "__main__":
     script, *flags = sys.argv[1:] or sys.exit(__doc__)
-    sys.argv = [script, *("--dry-run" if flag == "--gpus" else flag for flag in flags)]
+    planner.traces = "--trace" in flags
+    names = {"--gpus": "--dry-run"}
+    sys.argv = [script, *(names.get(flag, flag) for flag in flags if flag != "--trace")]
     runpy.run_path(script, run_name="__main__")

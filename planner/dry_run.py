@@ -1,5 +1,6 @@
-"""What --dry-run prints: memory and FLOPs of a step; with --trace what it allocates, with --plan its seconds."""
+"""What --dry-run prints: memory and FLOPs of a step, what it allocates (--trace), and its seconds (--plan)."""
 
+import planner
 from lib.args import ScriptArgs, step_sizes, training_ranks
 from lib.setup import Inputs
 from planner.estimate import Gpu, describe_needs, gpu_here, memory_of
@@ -9,7 +10,7 @@ from planner.traced_step import Traced, speed_table, trace_step, trace_table
 
 def describe_dry_run(args: ScriptArgs, inputs: Inputs) -> str:
     gpu = gpu_here()
-    traced = trace_step(args, inputs) if args.run.trace else None  # before any backward pass
+    traced = trace_step(args, inputs) if planner.traces else None  # before any backward pass
     lines = [describe_needs(args, gpu)]
     lines += [describe_trace(args, traced, gpu)] if traced else []
     lines += [describe_plan(args, gpu, traced)] if args.run.plan else []

@@ -50,7 +50,7 @@ def memory_of(args: ScriptArgs, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
     model, shard, rollout, sizes = args.model, args.shard, args.rollout, step_sizes(args, ranks)
     dtype = get_compute_dtype(model.compute_dtype, ESTIMATED)
-    rows_a_prompt = args.group_size if model.share_prompts and model.padding_free else 1
+    rows_a_prompt = args.group_size if model.shares_prompts else 1
     row = args.data.max_prompt_length / rows_a_prompt + rollout.max_response_length  # tokens
     one_micro_batch = sizes.local_mini_batch_rows * row <= args.optimizer.micro_batch_tokens
     several: Literal["whole", "sharded"] = "sharded" if shard.reduce_each_micro_batch else "whole"

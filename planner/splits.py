@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lib import InputError
 from lib.args import ScriptArgs, engine_rows, step_sizes, training_ranks
-from lib.cli.flags import as_flag, check_flags, parse_json
+from lib.cli.flags import as_flag, check_flags
 from lib.model.flops import flops_of
 from planner.estimate import MFU, Gpu, memory_of
 from planner.memory import fits
@@ -184,7 +184,7 @@ def engine_rates(args: ScriptArgs, policy: DecoderCosts, gpu: Gpu) -> EngineRate
     read, computed = READS * gpus * bandwidth * 1e12, PREFILL_MFU * gpus * gpu.peak * 1e12
     room = args.rollout.gpu_share * gpu.memory * gpus - policy.weights
     rows = engine_rows(args, training_ranks(args))
-    slots = parse_json("vllm_kwargs", args.rollout.vllm_kwargs).get("max_num_seqs", rows)
+    slots = args.rollout.engine_args.get("max_num_seqs", rows)
     if type(slots) is not int or slots < 1:
         raise InputError(f"--vllm-kwargs max_num_seqs {slots}: give a number of rows, such as 256")
     return EngineRates(

@@ -29,7 +29,7 @@ def flops_of_step(args: ScriptArgs, response_length: int | None = None) -> StepF
     mask = torch.ones(G, P + (response_length or args.rollout.max_response_length), dtype=torch.long)
     tensors = {"input_ids": mask, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
     group = DataProto.from_dict(tensors | {"response_mask": mask[:, P:]})
-    tree = prefix_tree(group, share=model.share_prompts and model.padding_free)
+    tree = prefix_tree(group, share=model.shares_prompts)
 
     def of_step(flops: Flops) -> float:
         return args.prompts_per_step * update_flops(flops, group, tree)

@@ -1,4 +1,4 @@
-"""--dry-run N --trace: runs the script's own step without values, and prints what it allocates beside the estimate.
+"""python -m planner --trace: runs the script's own step without values, and prints what it allocates.
 
 `main` of the user's script runs as it is, on rank 0 of N ranks of an accelerator that does not exist (trace.py).
 Models have no weights; stand-ins take the place of rollouts, rewards and the run's folder. The step has only
@@ -100,7 +100,7 @@ def rows_of_trace(args: ScriptArgs, ranks: int) -> tuple[ScriptArgs, int]:
     args, sizes = copy.deepcopy(args), step_sizes(args, ranks)
     P, T = args.data.max_prompt_length, args.rollout.max_response_length
     M, G, prompts = args.optimizer.micro_batch_tokens, args.group_size, sizes.local_prompts // args.num_mini_batches
-    shared = args.model.share_prompts and args.model.padding_free
+    shared = args.model.shares_prompts
     per_row, per_group = (0, P) if shared else (P, 0)
     full = 2 if args.shard.reduce_each_micro_batch else 3  # micro-batches: one before, and one after, the worst
     if G * (T + per_row) + per_group >= M:  # a group fills a micro-batch
@@ -113,7 +113,7 @@ def rows_of_trace(args: ScriptArgs, ranks: int) -> tuple[ScriptArgs, int]:
         length = min(T, (M // groups - per_group) // G - per_row) if prompts >= groups else T
         wanted = full * groups
     args.prompts_per_step = ranks * args.num_mini_batches * min(prompts, wanted)
-    args.run.dry_run, args.run.trace = 0, False
+    args.run.dry_run = 0
     return args, length
 
 
@@ -292,7 +292,7 @@ class _Step:
             tensors["weight_versions"] = torch.zeros(rows, T, dtype=torch.long)
         objects: dict[str, list] = {"uid": [f"0-{n}" for n in number.tolist()], "finish_reason": ["stop"] * rows}
         if family_of((model := self.sharded[0]).config) is not None:
-            images, count = images_that_fill(model, P - 2, args.data.max_pixels)
+            images, count = images_that_fill(model, P - 2, args.data.vision_limits.max_pixels)
             tensors["multi_modal_hash"] = number
             for name in ("prompts", "input_ids"):
                 tensors[name][:, 1 : 1 + count] = model.config.image_token_id
@@ -419,7 +419,7 @@ def trace_table(traced: Moments, estimated: Moments) -> str:
 def predict_update(args: ScriptArgs, sizes: Sizes, traced: Traced, ranks: int) -> tuple[float, float]:
     """Seconds of (the updates of a step, one pass over its rows without gradients) where all rows are as long as they
     may be. A rank runs its micro-batches as fast as those of the trace."""
-    shared = args.model.share_prompts and args.model.padding_free
+    shared = args.model.shares_prompts
     prompts = sizes.local_prompts if shared else sizes.local_rows
     tokens = sizes.local_rows * args.rollout.max_response_length + prompts * args.data.max_prompt_length
     speed = traced.speed(ranks)

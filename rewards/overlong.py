@@ -4,7 +4,7 @@
 
 The score of the row's data_source (or of "scorer": "path/to/file.py:function") gets a penalty. With |y| the response's
 tokens up to the last one that the policy sampled, those of tools among them, L_max the limit (--max-response-length; in
-validation --val-max-response-length) and L_buf the buffer:
+validation --val-kwargs max_response_length) and L_buf the buffer:
 
     penalty = min(0, (L_max - L_buf - |y|) / L_buf * overlong_factor)         0 at L_max - L_buf, -factor at L_max
 

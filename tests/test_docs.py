@@ -12,6 +12,9 @@ from typing import get_args, get_type_hints
 import pytest
 import tyro
 
+from lib.cli.flags import OTHER_NAMES
+from lib.cli.yaml_files import read_yaml
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCS = [*PAGES, *sorted((ROOT / "docs/recipes").glob("*.md"))]
@@ -95,7 +98,8 @@ def test_flags_and_their_values_are_taken(doc):
     """A flag alone is one of the script's; flags with values parse, and the algorithm takes them."""
     from lib.core_algos import get_rollout_correction_fn
 
-    for script, code in dict.fromkeys(SNIPPET.findall(text_of(doc))):
+    text = re.sub(r"^## Former flags$.*?^(?=## )", "", text_of(doc), flags=re.M | re.S)
+    for script, code in dict.fromkeys(SNIPPET.findall(text)):
         script, words = script or SCRIPT_OF[doc], shlex.split(code)
         if {*words} & (LAUNCHERS | VLLM | OF_TOOLS | {"n", "K"}):
             continue
@@ -117,7 +121,8 @@ def test_flags_and_their_values_are_taken(doc):
 def test_flags_of_commands_exist(doc):
     for block in re.findall(r"^```(?:bash)?\n(.*?)^```", text_of(doc), flags=re.M | re.S):
         for script, command in re.findall(rf"\b({'|'.join(SCRIPTS)})\.py(.*)$", block.replace("\\\n", ""), flags=re.M):
-            assert set(FLAG.findall(command)) <= flags_of(script), doc
+            of_planner = {"--gpus", "--trace"}
+            assert set(FLAG.findall(command)) <= flags_of(script) | of_planner, doc
 
 
 LAUNCHERS = {
@@ -132,7 +137,7 @@ VLLM = {
     "--enable-return-routed-experts",
 }
 OF_TOOLS = {
-    "--gpus",  # of python -m planner
+    *("--gpus", "--trace"),  # of python -m planner
     *("--max-mb", "--output", "--serve", "--wheels"),  # of the run page and gpu_check.sh
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
     *("--step", "--merged", "--adapter", "--dtype"),  # of tools/export.py
@@ -174,13 +179,9 @@ def flags_of_programs() -> set[str]:
 
 
 RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
-RENAMED |= {
-    "--lam-policy",
-    "--prompt-key",
-    "--answer-key",
-    "--singleton",
-    "--reward-keys",
-}  # in the table of docs/CHANGELOG.md
+RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in the table of docs/CHANGELOG.md
+RENAMED |= {"--export-dtype", "--show-samples", "--no-filter-overlong-prompts"}  # and of docs/defaults.md
+RENAMED |= {f"--{name.replace('_', '-')}" for name in read_yaml(OTHER_NAMES, "")["defaults.md"]}
 
 
 def test_flags_that_documents_name_exist():

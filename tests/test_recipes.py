@@ -195,7 +195,7 @@ def model(tmp_path_factory) -> str:
 def smaller(args: Any, model: str, engine: str) -> list[str]:
     """Flags that replace model, engine and sizes; the number of mini-batches and all others stay."""
     group_size, val_samples = min(args.group_size, 4), min(*args.validation.val_samples, 2)
-    words = f"--model {model} --rollout-engine {engine} --total-epochs None --total-steps 1 --save-every 0"
+    words = f"--model {model} --rollout-engine {engine} --total-steps 1 --save-every 0"
     words += f" --no-export-model --reward-workers 1 --val-samples {val_samples} --micro-batch-tokens 4000"
     words += f" --prompts-per-step {args.num_mini_batches} --group-size {group_size}"
     words += " --max-prompt-length 1500 --max-response-length 16"

@@ -30,7 +30,7 @@ METHODS = {"distill": 40, "best_of_n": 40, "self_distill": 50, "chord": 60}  # m
 TOGETHER = ("advantage", "loss", "temperature", "token_reward", "metric", "optimizer")  # they change different lines
 EDITS = (*TOGETHER, "length", "second_policy")
 ACCURACY = "val/toy/arithmetic/mean@1"
-TEN_STEPS = ["--total-steps", "10", "--val-every", "10", "--save-every", "0", "--show-samples", "0"]
+TEN_STEPS = ["--total-steps", "10", "--val-every", "10", "--save-every", "0"]
 
 
 def patched(folder: Path, fuzz: int = 0) -> dict[str, Path]:

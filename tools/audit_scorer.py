@@ -44,7 +44,7 @@ from typing import Any
 import tyro
 
 from lib import InputError, report_mistake
-from lib.args.groups import columns_of
+from lib.args.data import columns_of
 from lib.cli.flags import parse_json
 from lib.data.dataset import data_sources_of
 from lib.data.remote import local_copy

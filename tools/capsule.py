@@ -84,18 +84,18 @@ NO_TEXT |= {"tool_rewards"}
 EMPTY: dict[str, Any] = {"raw_prompt": [], "messages": [], "reward_model": {"ground_truth": ""}, "answer": ""}
 EMPTY |= {"extra_info": {}, "tools_kwargs": {}, "interaction_kwargs": {}, "index": 0, "tool_errors": []}
 # flags that a replay does not take over: they decide nothing of the step's mathematics, or would run something
-DROPPED = {"total_epochs", "keep_best", "stop_when", "track", "plan", "trace", "trust_remote_code", "train_weights"}
+DROPPED = {"keep_best", "stop_when", "track", "plan", "trust_remote_code", "train_weights"}
 DROPPED |= {"dataset_class", "columns", "prompt_template", "system_prompt", "chat_template_kwargs"}
 DROPPED |= {"max_train_samples", "max_val_samples"}
 DROPPED |= {"loader_workers", "prompt_sampling", "rollout_engine", "rollout_gpus"}
-DROPPED |= {"agent", "agent_memory", "agent_ignore"}
+DROPPED |= {"agent", "agent_kwargs"}
 DROPPED |= {"rollout_tensor_parallel_size", "gpu_memory_utilization", "vllm_kwargs", "max_mismatch"}
 DROPPED |= {"async_level", "async_order", "reward_kwargs", "shadow_reward", "val_every", "val_reward"}
 DROPPED |= {"attn_implementation", "compile", "cpu_offload", "use_liger_kernel", "lr_schedule", "warmup_steps"}
 DROPPED |= {"kl_target", "entropy_target", "contents", "history", "start", "effective", "no_effect", "recorded_by"}
-DROPPED |= {"record", "replay", "export_dtype", "keep_checkpoints"}
+DROPPED |= {"record", "replay", "keep_checkpoints"}
 CHANGED: dict[str, Any] = {"total_steps": 1, "save_every": 0, "export_model": False, "chat_template": "none"}
-CHANGED |= {"allow_special_tokens": True, "filter_overlong_prompts": False, "shuffle": False, "sandbox_level": "none"}
+CHANGED |= {"allow_special_tokens": True, "overlong_prompts": "error", "shuffle": False, "sandbox_level": "none"}
 CHANGED |= {"val_files": ["none"], "val_before_train": False}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 OF_THE_MACHINE = re.compile(r"step$|timing_|perf/|prompts/|training/epoch")  # or of the place in the run
@@ -213,7 +213,7 @@ def command_that_records(run: Path, flags: dict, step: int) -> str:
     words += ["--resume", str(before[-1])] if before else []
     words += ["--record", f"{name}-steps"]
     if flags.get("lr_schedule") == "constant":  # another depends on the number of steps
-        words += ["--total-steps", str(step)] + ["--total-epochs", "None"] * bool(flags.get("total_epochs"))
+        words += ["--total-steps", str(step)]
     return shlex.join(words)
 
 

@@ -132,10 +132,8 @@ def find_checkpoint(run: Path, step: int | str) -> Path:
 
 
 def export_dtype(name: str, config: dict[str, Any]) -> torch.dtype:
-    """auto: what --export-dtype of the run is."""
-    if name == "auto":
-        name = config["export_dtype"] if config["export_dtype"] != "auto" else config["effective"]["compute_dtype"]
-    return getattr(torch, name)
+    """auto: the run's --compute-dtype."""
+    return getattr(torch, config["effective"]["compute_dtype"] if name == "auto" else name)
 
 
 def start_model(config: dict[str, Any], source: Path) -> PreTrainedModel:

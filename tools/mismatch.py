@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError, setup
-from lib.cli.flags import parse_flags, parse_json
+from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, iter_full_params
@@ -167,7 +167,6 @@ class Batch:
         model = load_model(
             own.model,
             attn_implementation=attention,
-            padding_free=own.padding_free,
             share_prompts=own.share_prompts,
             **trust,
         )
@@ -200,16 +199,16 @@ class Batch:
     @cached_property
     def engine(self) -> Setting:
         """By the flags."""
-        own, more = self.args.rollout, parse_json("vllm_kwargs", self.args.rollout.vllm_kwargs)
+        own = self.args.rollout
         kernels = "vllm" if (own.starts_vllm or own.on_servers) and has_vllm() else "hf"
-        adapts = own.starts_vllm and more.get("enable_lora", self.trainer.dtype != "float32")
+        adapts = own.starts_vllm and own.engine_args.get("enable_lora", self.trainer.dtype != "float32")
         merged = self.args.model.lora_rank and (own.starts_vllm or own.on_servers) and not adapts
         return replace(
             self.trainer,
             kernels=kernels,
             weights=None if "weight_versions" in self.batch.batch else self.version,
             lora="merged" if merged else "apart",
-            kv_cache=str(more.get("kv_cache_dtype", "auto")),
+            kv_cache=str(own.engine_args.get("kv_cache_dtype", "auto")),
             quantization=own.quantization,
         )
 
@@ -346,9 +345,11 @@ class Batch:
         for engine in self._engines.values():
             engine.sleep()
         if wanted not in self._engines:
-            more = parse_json("vllm_kwargs", self.args.rollout.vllm_kwargs)
-            more |= {"kv_cache_dtype": setting.kv_cache, "quantization": setting.quantization}
-            more["enable_lora"] = setting.lora != "merged"
+            more = self.args.rollout.engine_args | {
+                "kv_cache_dtype": setting.kv_cache,
+                "quantization": setting.quantization,
+                "enable_lora": setting.lora != "merged",
+            }
             self._engines[wanted] = VLLMEngine(
                 self.model,
                 self.tokenizer,

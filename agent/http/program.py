@@ -51,18 +51,20 @@ class Agent:
 
 def load_agent(args: RolloutArgs, parser: str) -> Agent:
     """Raises InputError if there is no such function, no such program, or no such parameter to ignore."""
-    spec, memory_mb = args.agent, args.agent_memory
-    limits: dict[str, Any] = {"timeout_s": args.agent_timeout, "parser": parser}
-    limits |= {"sampling": args.sampling(), "ignore": frozenset(args.agent_ignore)}
+    spec, given = args.agent, args.agent_limits
+    limits: dict[str, Any] = {"timeout_s": given.timeout, "parser": parser}
+    limits |= {"sampling": args.sampling(), "ignore": frozenset(given.ignore)}
     if unknown := limits["ignore"] - IGNORABLE:
-        raise InputError(f"--agent-ignore {min(unknown)}: it can ignore {', '.join(sorted(IGNORABLE))}")
+        names = ", ".join(sorted(IGNORABLE))
+        raise InputError(f"--agent-kwargs ignore={min(unknown)}: it can ignore {names}")
     file, _, name = spec.rpartition(":")
     if name.isidentifier() and file.endswith(".py") and Path(file).expanduser().is_file():
         function = load_object("--agent", spec)
         if not callable(function):
             raise InputError(f"--agent {spec}: it is not a function")
-        if memory_mb is not None:
-            raise InputError("--agent-memory limits the processes of a command, and --agent is a function: drop it")
+        if given.memory is not None:
+            why = "it limits the processes of a command, and --agent is a function: drop it"
+            raise InputError(f"--agent-kwargs memory={given.memory}: {why}")
         return Agent(partial(call_function, function), **limits)
     try:
         words = shlex.split(spec)
@@ -71,7 +73,7 @@ def load_agent(args: RolloutArgs, parser: str) -> Agent:
     if not words or not shutil.which(words[0]):
         advice = "give path/to/file.py:function, or a command"
         raise InputError(f"--agent {spec}: there is no such file and no such program: {advice}")
-    return Agent(partial(_run_command, words, memory_mb), **limits)
+    return Agent(partial(_run_command, words, given.memory), **limits)
 
 
 def reward_of(result: Any, answers: Collection[str]) -> tuple[float | None, dict[str, float], dict[str, float]]:

@@ -12,7 +12,7 @@ MODEL = "policy"
 LARGEST_N = 128
 MOST_TOKENS = 1 << 31
 LONGEST_STOP = 1000  # characters of a stop string
-# parameters that --agent-ignore may name, in any of the APIs: without them a request has an answer of the same form
+# what --agent-kwargs ignore=... may name, in any of the APIs: without it a request has an answer of the same form
 IGNORABLE = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"}
 IGNORABLE |= {"logit_bias", "response_format", "text", "reasoning", "reasoning_effort", "verbosity", "thinking"}
 IGNORABLE |= {"top_logprobs", "parallel_tool_calls", "include", "truncation"}
@@ -85,7 +85,7 @@ class Parameters(dict):
             else:
                 continue
             if name not in rules.ignore:
-                advice = f". The run's --agent-ignore {name} accepts and ignores it" if name in IGNORABLE else ""
+                advice = f". The run's --agent-kwargs ignore={name} accepts and ignores it" if name in IGNORABLE else ""
                 raise BadRequest(what + advice, name[:100], code)
             rules.ignored += 1
             del self[name]

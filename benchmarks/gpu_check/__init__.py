@@ -13,7 +13,7 @@
     ranks        two ranks against one, what a weight sync gathers, time limits
     saves        a save, a load, an export
     vllm_scripts      grpo.py with vLLM: it learns; LoRA, a mixture of experts
-    batch_invariance  --batch-invariant: a row alone and among others
+    batch_invariance  vLLM's batch-invariant kernels: a row alone and among others
 
 Each part is a process of its own and gives its rows one by one: what fails or hangs is reported, and the others go on.
 What it prints goes to a log. At the end, or when it is interrupted, the check prints a summary of ten lines, a table,

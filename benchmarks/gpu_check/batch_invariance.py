@@ -1,4 +1,4 @@
-"""Part `batch_invariance`: `--batch-invariant`: a row's log-probs alone and among others, and the trainer's."""
+"""Part `batch_invariance`: log-probs of a row alone and among others, with vLLM's batch-invariant kernels."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,14 +18,14 @@ from lib.setup import use_batch_invariant_kernels
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:
     if not find_spec("vllm"):
-        yield skipped("--batch-invariant", "vLLM is not installed")
+        yield skipped("batch-invariant kernels", "vLLM is not installed")
         return
     try:
         use_batch_invariant_kernels(device)
     except InputError as error:
-        yield skipped("--batch-invariant", str(error))
+        yield skipped("batch-invariant kernels", str(error))
         return
-    yield from attempt("--batch-invariant", lambda: invariance(options, device))
+    yield from attempt("batch-invariant kernels", lambda: invariance(options, device))
 
 
 def invariance(options: Options, device: torch.device) -> Iterator[dict]:
@@ -39,7 +39,7 @@ def invariance(options: Options, device: torch.device) -> Iterator[dict]:
         sync_weights(made, model, 0, tolerance=TOLERANCE)
         prompts = prompts_of(64, len(tokenizer), device)
         rollout = made.generate(prompts, Sampling(64), list(range(64)))
-        yield from alone(made, prompts, rollout, "vLLM, --batch-invariant", certain=True)
+        yield from alone(made, prompts, rollout, "vLLM, batch-invariant", certain=True)
         k1, k3, largest = mismatch(model, rollout)
-        yield row("vLLM, --batch-invariant: mismatch k3", k3, "nats", k3 < 0.01, k1=k1, largest=largest)
+        yield row("vLLM, batch-invariant: mismatch k3", k3, "nats", k3 < 0.01, k1=k1, largest=largest)
         made.close()

@@ -1,6 +1,6 @@
 """Part `stages`: seconds of each stage of grpo.py's second step, with random weights of 0.5 B parameters, and the run's
-peak of memory, the estimate's and the trace's of `--dry-run 1 --trace`. The engine is vLLM where it is installed, or
-else hf."""
+peak of memory, the estimate's and the trace's of `python -m planner grpo.py --gpus 1 --trace`. The engine is vLLM
+where it is installed, or else hf."""
 
 import os
 import subprocess
@@ -66,11 +66,9 @@ def stages(options: Options, folder: str, label: str, flags: list[str]) -> Itera
 
 
 def peaks(folder: str, label: str, flags: list[str]) -> Iterator[dict]:
-    """The run's peak, the estimate's and, where `--trace` exists, that of a trace of the same flags."""
+    """The run's peak, the estimate's and that of a trace of the same flags."""
     measured = int(Path(folder, "peak").read_text()) / 2**30
-    tables = {"estimate": dry_run(flags)}
-    if find_spec("planner.traced_step"):
-        tables["trace"] = dry_run([*flags, "--trace"], "GiB, traced")
+    tables = {"estimate": dry_run(flags), "trace": dry_run([*flags, "--trace"], "GiB, traced")}
     found = {name: max(sums(text)) for name, text in tables.items()}
     said = ", ".join(f"{name} {gib:.2f}" for name, gib in found.items())
     summary = {"memory": f"{label}: {measured:.2f} GiB, {said}"}
@@ -81,7 +79,7 @@ def peaks(folder: str, label: str, flags: list[str]) -> Iterator[dict]:
 
 def dry_run(flags: list[str], table: str = "GiB a GPU") -> str:
     """The table of memory that grpo.py prints for one GPU, where this word begins it, in a process without GPUs."""
-    command = [sys.executable, "grpo.py", *flags, "--dry-run", "1"]
+    command = [sys.executable, "-m", "planner", "grpo.py", *flags, "--gpus", "1"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode or table not in done.stdout:

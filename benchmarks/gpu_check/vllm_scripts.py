@@ -1,5 +1,5 @@
-"""Part `vllm_scripts`: grpo.py learns the embedded task with vLLM; two steps with LoRA, `--batch-invariant`, and the
-embedded mixture of experts with each `--routing-replay`."""
+"""Part `vllm_scripts`: grpo.py learns the embedded task with vLLM; two steps with LoRA, batch-invariant kernels, and
+the embedded mixture of experts with each `--routing-replay`."""
 
 import tempfile
 from collections.abc import Iterator
@@ -14,17 +14,17 @@ from benchmarks.gpu_check.scripts import TINY, run_script
 
 MOE = f"--config {ROOT}/data/toy/preset.yaml --model {ROOT}/data/toy_moe/model --routing-replay"
 CACHE = '"kv_cache_memory_bytes":1073741824'  # of each: several run at a time
-EAGER = f'--total-steps 2 --vllm-kwargs {{"enforce_eager":true,{CACHE}}}'
-ADAPTER = EAGER.replace("true,", 'true,"enable_lora":true,')
+KWARGS = f'--total-steps 2 --vllm-kwargs {{"enforce_eager":true,{CACHE}'
+EAGER = f"{KWARGS}}}"
 RUNS = {
     "16 steps": f"--total-steps 16 --vllm-kwargs {{{CACHE}}}",
-    "LoRA, adapters": f"{ADAPTER} --lora-rank 8",
-    "--batch-invariant": f"{EAGER} --batch-invariant",
+    "LoRA, adapters": f'{KWARGS},"enable_lora":true}} --lora-rank 8',
+    "batch-invariant": f'{KWARGS},"batch_invariant":true}}',
     "MoE, --routing-replay none": f"{EAGER} {MOE} none",
     "MoE, --routing-replay R2": f"{EAGER} {MOE} R2",
     "MoE, --routing-replay R3": f"{EAGER} {MOE} R3",
 }
-ON_A_GPU = ("--batch-invariant", "MoE, --routing-replay R3")  # only there vLLM has them
+ON_A_GPU = ("batch-invariant", "MoE, --routing-replay R3")  # only there vLLM has them
 
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:

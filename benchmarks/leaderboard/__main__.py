@@ -31,7 +31,7 @@ from lib.cli.process import command_line
 FOLDER = Path(__file__).parent
 GOAL = 0.9
 SEEDS = (1, 2, 3)
-COMMON = "--config data/toy/preset.yaml --total-steps 400 --show-samples 0 --save-every 0 --save-rollouts 0"
+COMMON = "--config data/toy/preset.yaml --total-steps 400 --save-every 0 --save-rollouts 0"
 TOOLS = "--model data/toy_tools/model --train-files data/toy_tools/train.jsonl --val-files data/toy_tools/val.jsonl"
 TASKS = {
     "sums": f"{COMMON} --val-every 2",

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from lib import InputError, is_first_on_node, node_begins
-from lib.args.groups import StopWhen
+from lib.args.groups import PACKED
 from lib.args.reads import Reads, check_read
+from lib.args.run import StopWhen
 from lib.args.script import ScriptArgs
 from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import as_flag
@@ -47,27 +48,28 @@ def check_common_flags(args: ScriptArgs) -> None:
 
 
 def _check_agent(args: ScriptArgs) -> None:
-    own = [name for name in ("tools", "interaction") if getattr(args.multi_turn, name)]
-    if args.rollout.agent and own:
+    if args.rollout.agent and args.multi_turn.enabled:
+        name = "tools" if args.multi_turn.tools else "interaction"
         why = "an agent has its own tools and decides when its episode ends"
-        raise InputError(f"--agent with --multi-turn.{own[0]}: {why}: drop one")
+        raise InputError(f"--agent with --multi-turn.{name}: {why}: drop one")
 
 
 def _check_context(args: ScriptArgs) -> None:
     turns, prompt = args.multi_turn, args.data.max_prompt_length
-    at, turn, window = turns.compact_at, turns.max_turn_tokens, turns.context_window
+    turn, window = turns.max_turn_tokens, turns.context_window
     if window and window <= prompt:
         raise InputError(f"--multi-turn.context-window {window}: must be above --max-prompt-length {prompt}")
-    if at and not turn:
-        raise InputError(
-            f"--multi-turn.compact-at {at} needs --multi-turn.max-turn-tokens: the limit of a summary, too"
-        )
-    if at and turn and at <= prompt + turn:
-        what = f"the prompt and a summary, --max-prompt-length {prompt} + --multi-turn.max-turn-tokens {turn}"
-        raise InputError(f"--multi-turn.compact-at {at}: must be above the tokens of {what}")
-    if at and args.adv_estimator == "mt_grpo":
-        why = "compares turns of the same number, and a summary shifts these: use gigpo or grpo"
-        raise InputError(f"--multi-turn.compact-at with --adv-estimator mt_grpo: it {why}")
+    if not turns.compact_at:
+        return
+    flag = f"--multi-turn.compact-at {turns.compact_at}"
+    if not turn:
+        raise InputError(f"{flag} needs --multi-turn.max-turn-tokens: the limit of a summary, too")
+    if turns.compact_at <= prompt + turn:
+        sizes = f"--max-prompt-length {prompt} + --multi-turn.max-turn-tokens {turn}"
+        raise InputError(f"{flag}: must be above the tokens of the prompt and a summary, {sizes}")
+    if args.adv_estimator == "mt_grpo":
+        why = "it compares turns of the same number, and a summary shifts these"
+        raise InputError(f"{flag} with --adv-estimator mt_grpo: {why}: use gigpo or grpo")
 
 
 def _check_goals(args: ScriptArgs) -> None:
@@ -91,40 +93,41 @@ def _check_engine_ranks(args: ScriptArgs, world_size: int) -> None:
 
 
 def _check_models_and_files(args: ScriptArgs) -> None:
-    model, reward_model, train_files = args.model.model, args.reward.reward_model, args.data.train_files
+    model, train_files = args.model.model, args.data.train_files
     neither = "without both, the embedded arithmetic task runs"
     if not model:
         given = f"--train-files {train_files[0]} without" if train_files else "no"
         raise InputError(f"{given} --model: name the model; {neither}")
     if not args.run.dry_run:
         check_model_path(model)
-        if reward_model:
-            check_model_path(reward_model, "--reward-model")
+        if args.reward.reward_model:
+            check_model_path(args.reward.reward_model, "--reward-model")
     elif model.endswith(".gguf"):
-        raise InputError(f"--dry-run with --model {model}: no estimate for .gguf: name the model's id or folder")
+        raise InputError(f"--dry-run with --model {model}: no estimate for .gguf: name an id or a folder")
     elif not Path(model).exists() and not URL.match(model):
         check_hub(model)
     if args.validation.val_only:
         train_files = ()
     elif not train_files:
         raise InputError(f"--model {model} without --train-files: name the files to train on; {neither}")
-    if not args.data.dataset_class:  # your own class may take other sources
-        for source in (*train_files, *(args.validation.val_files if args.validation.enabled else ())):
-            if not URL.match(source):
-                check_source(source)
+    val_files = args.validation.val_files if args.validation.enabled else ()
+    for source in (*train_files, *val_files):
+        if not args.data.dataset_class and not URL.match(source):  # your own class may take other sources
+            check_source(source)
 
 
 def _check_sampling(args: ScriptArgs) -> None:
     if (sampling := args.data.prompt_sampling) != "uniform" and args.group_size == 1:
-        raise InputError(f"--prompt-sampling {sampling} compares the responses to a prompt: it needs --group-size 2")
+        raise InputError(f"--prompt-sampling {sampling} compares a prompt's responses: it needs --group-size 2")
     asked = args.rollout.starts_vllm and not args.rollout.auto_engine
     if asked and not args.run.replay and importlib.util.find_spec("vllm") is None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     for choice in Reads(args).needs_pass() if args.old_log_probs == "rollout" else ():
         raise InputError(f"--old-log-probs rollout spares the forward pass that {choice} needs: drop one")
-    if args.loss == "decoupled" and args.rollout_correction.settings() and args.rollout_correction.level != "measure":
-        why = "--loss decoupled has the weight pi_old / pi_rollout, and a rollout correction would apply it twice"
-        raise InputError(f"{why}: drop it, or set --rollout-correction.level measure, which may still reject")
+    correction = args.rollout_correction
+    if args.loss == "decoupled" and correction.settings() and correction.level != "measure":
+        why = "a rollout correction would apply its weight pi_old / pi_rollout twice"
+        raise InputError(f"--loss decoupled: {why}: drop it, or set --rollout-correction.level measure")
 
 
 def _check_groups(args: ScriptArgs) -> None:
@@ -192,10 +195,9 @@ def _check_kl(args: ScriptArgs) -> None:
 
 
 def _check_parallel(args: ScriptArgs) -> None:
-    packed = args.model.padding_free and args.model.attn_implementation in ("auto", "packed_sdpa", "varlen")
     for name, size in args.shard.parallel_sizes().items():
-        if size > 1 and not packed:
-            raise InputError(f"{as_flag(name)} {size}: needs --padding-free, and packed_sdpa or varlen attention")
+        if size > 1 and args.model.attn_implementation not in PACKED:
+            raise InputError(f"{as_flag(name)} {size}: needs --attn-implementation packed_sdpa or varlen")
     without_tensor_parallel = {
         "--rollout-engine hf": args.rollout.allowed_engine == "hf",
         "--lora-rank": args.model.lora_rank > 0,
@@ -204,8 +206,11 @@ def _check_parallel(args: ScriptArgs) -> None:
         "--dry-run": args.run.dry_run > 0,
         "--compile": args.model.compile,
         "--use-liger-kernel": args.model.use_liger_kernel,
-        "the validation of --replay (--val-every 0 --no-val-before-train)": args.run.replay and args.validation.enabled,
     }
+    if args.validation.enabled:
+        without_tensor_parallel["the validation of --replay (--val-every 0 --no-val-before-train)"] = bool(
+            args.run.replay
+        )
     wrong = [name for name, is_given in without_tensor_parallel.items() if is_given]
     if wrong and (size := args.shard.tensor_parallel_size) > 1:
         raise InputError(f"--tensor-parallel-size {size} does not work with {wrong[0]}")
@@ -221,9 +226,9 @@ def check_model_path(path: str, flag: str = "--model") -> None:
             raise InputError(f"{flag} {path}: no such file")
     elif local.is_dir():
         if not (local / "config.json").is_file():
-            raise InputError(f"{flag} {path}: the folder has no config.json; give a folder saved by save_pretrained")
+            raise InputError(f"{flag} {path}: no config.json there; give a folder saved by save_pretrained")
         if not (any(local.glob("*.safetensors")) or any(local.glob("pytorch_model*.bin"))):
-            raise InputError(f"{flag} {path}: the folder has no weights (*.safetensors); is the download complete?")
+            raise InputError(f"{flag} {path}: no weights (*.safetensors) there; is the download complete?")
     elif path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise InputError(f"{flag} {path}: no such folder")
     else:
@@ -236,7 +241,7 @@ def check_source(source: str) -> None:
     if path.exists():
         return
     if path.suffix in (".parquet", ".json", ".jsonl") or not HUB_ID.fullmatch(source):
-        raise InputError(f"{path}: no such file; check the path, or write it with one of the scripts in data/")
+        raise InputError(f"{path}: no such file; check the path, or write it with a script in data/")
     check_hub(source)
 
 

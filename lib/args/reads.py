@@ -31,7 +31,7 @@ FACTS = {  # what no flag says alone
     "ratio": "a second update a step",
 }
 NOTED = {"val_only": False, "replay": "", "ratio": True}  # what leaves out a part of any run, as it is in a whole one
-NEVER_IDLE = {"vllm_kwargs", "reward_timeout", "reward_memory", "profile_memory"}  # an error, whatever a resume does
+NEVER_IDLE = {"vllm_kwargs", "reward_timeout", "reward_memory"}  # an error, whatever a resume does
 OF_THE_PASS = ("entropys", "squared_score", "rollout_log_probs", "routed_experts")
 DRIFT = "rollout_log_probs old_log_probs"
 WEIGHTS = "rollout_correction.action rollout_correction.bounds"
@@ -56,17 +56,17 @@ def _declared_rows() -> Iterator[Row]:
 DECLARED = (*_declared_rows(),)
 TABLE: tuple[Row, ...] = (
     Row("", "run_name output_dir config seed dry_run memory_check resume record replay stage_timeout track"),
-    Row("", "model compute_dtype attn_implementation trust_remote_code lora_rank padding_free"),
+    Row("", "model compute_dtype attn_implementation trust_remote_code lora_rank"),
     Row("", "compile use_liger_kernel"),
     Row("", "dp_replicate_size sequence_parallel_size tensor_parallel_size cpu_offload micro_batch_tokens"),
-    Row("", "dataset_class max_prompt_length filter_overlong_prompts chat_template_kwargs allow_special_tokens"),
+    Row("", "dataset_class max_prompt_length overlong_prompts chat_template_kwargs allow_special_tokens"),
     Row("", "columns prompt_template system_prompt chat_template"),
-    Row("", "rollout_gpus max_response_length repetition_penalty stop multi_turn.tools multi_turn.interaction agent"),
+    Row("", "rollout_gpus max_response_length stop multi_turn.tools multi_turn.interaction agent"),
     Row("", "reward reward_kwargs reward_workers sandbox_level reward_failure_score reward_model val_files val_only"),
     Row("", "shadow_reward"),
     Row("no val_only", "train_files train_weights max_train_samples loader_workers prompt_sampling async_level"),
     Row("no val_only", "temperature top_p top_k min_p max_mismatch"),
-    Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_epochs profile_steps plan"),
+    Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_steps profile_steps plan"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
     Row("no val_only", "gradient_checkpointing routing_replay save_every save_rollouts export_model"),
     Row("no val_only", "stop_when keep_best"),
@@ -76,30 +76,23 @@ TABLE: tuple[Row, ...] = (
     Row("no val_only", "gamma gae_lambda gae_lambda_policy length_adaptive_alpha"),
     Row("no val_only", "critic_model critic_lr critic_warmup_steps cliprange_value"),
     # the run
-    Row("dry_run", "trace"),
     Row("no resume never", "resume_override"),
-    Row("no total_epochs and no val_only", "total_steps"),
     Row("save_every or keep_best", "keep_checkpoints"),
-    Row("export_model", "export_dtype"),
-    Row("profile_steps", "profile_memory"),
     # model and data
     Row("lora_rank", "lora_alpha lora_target_modules"),
     Row("no lora_rank and no val_only", "freeze"),
-    Row("padding_free and attn_implementation auto|packed_sdpa|varlen", "share_prompts"),
-    Row("vision", "max_pixels min_pixels max_images video_fps max_frames"),
-    Row("no filter_overlong_prompts or dataset_class", "truncation"),
-    Row("no prompt_sampling variance and no val_only", "shuffle"),
-    Row("no prompt_sampling uniform and no val_only", "prompt_share"),
-    Row("prompt_sampling skip", "prompt_skip_after"),
+    Row("attn_implementation auto|packed_sdpa|varlen", "share_prompts"),
+    Row("vision", "vision_kwargs"),
+    Row("no prompt_sampling variance* and no val_only", "shuffle"),
     # rollouts and rewards
     Row("no replay", "rollout_engine"),
-    Row("rollout_engine vllm", "rollout_tensor_parallel_size gpu_memory_utilization vllm_kwargs batch_invariant"),
+    Row("rollout_engine vllm", "rollout_tensor_parallel_size gpu_memory_utilization vllm_kwargs"),
     Row("async_level", "async_order"),
     Row("multi_turn.tools or multi_turn.interaction", " ".join(f"multi_turn.{name}" for name in LIMITS.split())),
     Row("multi_turn.tools or multi_turn.interaction or agent", "multi_turn.context_window multi_turn.compact_at"),
     Row("multi_turn.compact_at", "multi_turn.compact_prompt"),
     Row("multi_turn.tools", "multi_turn.parser multi_turn.max_tool_calls"),
-    Row("agent", "agent_timeout agent_memory agent_ignore multi_turn.parser multi_turn.max_turn_tokens"),
+    Row("agent", "agent_kwargs multi_turn.parser multi_turn.max_turn_tokens"),
     Row("agent", "multi_turn.reward_coef"),
     Row("no reward_workers 0", "reward_timeout reward_memory"),
     Row("no adv_estimator gdpo", "reward_weights"),
@@ -107,9 +100,8 @@ TABLE: tuple[Row, ...] = (
     Row("overlong_buffer", "overlong_factor"),
     # validation
     Row("val_files and no val_files none and no val_only", "val_before_train val_every"),
-    Row("val_only or val_before_train or val_every", "val_reward val_samples val_temperature show_samples"),
-    Row("val_only or val_before_train or val_every", "val_max_response_length max_val_samples"),
-    Row("val_temperature", "val_top_p val_top_k"),
+    Row("val_only or val_before_train or val_every", "val_reward val_samples val_temperature val_kwargs"),
+    Row("val_only or val_before_train or val_every", "max_val_samples"),
     # advantages
     Row("no group_size 1 and no val_only or zero_variance keep", "zero_variance"),
     Row("zero_variance refill", "max_gen_batches"),

@@ -2,11 +2,16 @@
 
 from collections.abc import Collection
 from dataclasses import Field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lib.args import groups, settings
+from lib.args.data import DataArgs, ValidationArgs
+from lib.args.run import RunArgs
 from lib.cli.flags import Preset
 from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, masks_of, parsed, read_masks, read_words, settings_of_loss
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 class ScriptArgs:
@@ -14,8 +19,8 @@ class ScriptArgs:
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     preset: ClassVar[Preset] = Preset(
-        file=groups.ROOT / "data/toy/preset.yaml",
-        folder=groups.ROOT,
+        file=ROOT / "data/toy/preset.yaml",
+        folder=ROOT,
         unless=("--model", "--train-files"),
         what="the embedded arithmetic task",
         script="grpo",
@@ -24,15 +29,15 @@ class ScriptArgs:
     def __init_subclass__(cls, script: str = ""):
         cls.preset = replace(cls.preset, script=script or cls.preset.script)
 
-    run: groups.RunArgs
+    run: RunArgs
     model: groups.ModelArgs
     shard: groups.ShardArgs
-    data: groups.DataArgs
+    data: DataArgs
     rollout: groups.RolloutArgs
     multi_turn: settings.MultiTurnArgs
     reward: groups.RewardArgs
     optimizer: groups.OptimizerArgs
-    validation: groups.ValidationArgs
+    validation: ValidationArgs
 
     prompts_per_step: int
     group_size: int

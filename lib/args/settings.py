@@ -26,24 +26,21 @@ class MultiTurnArgs:
     """Episodes of several turns; they need tools or an interaction (docs/multi_turn.md)."""
 
     tools: Annotated[tuple[str, ...], AS_RECORDED, FILES] = ()
-    """tools of the episodes: calculator, python, zoom, bash:FOLDER, search:FILE, mcp:COMMAND, path/to/file.py:function
-    or class, or a YAML file of classes in verl's form"""
+    """calculator, python, zoom, bash:FOLDER, search:FILE, mcp:COMMAND, path/to/file.py:name or YAML"""
     interaction: Annotated[str, FILES] = ""
-    """what answers other turns: reasoning_gym, openenv:http://host:port, gym:path/to/file.py:Class, verifiers:NAME or
-    path/to/file.py:Class; empty: the episode ends"""
+    """reasoning_gym, openenv:URL, gym:path/to/file.py:Class, verifiers:NAME or path/to/file.py:Class"""
     parser: str = "auto"
-    """how tool calls are parsed: auto (by the chat template), hermes, llama3_json, qwen3_coder, or one of vLLM's"""
+    """of tool calls: auto (by the chat template), hermes, llama3_json, qwen3_coder, one of vLLM's"""
     max_turns: Annotated[int, Gt(0)] = 8
     """maximum number of turns of the policy in an episode"""
     max_tool_calls: Annotated[int, Gt(0)] = 4
-    """maximum number of tool calls in a turn, which run concurrently; further calls get an error as the answer"""
+    """maximum number of tool calls in a turn, which run concurrently; the others get an error"""
     max_turn_tokens: Annotated[int | None, Gt(0)] = None
-    """maximum number of tokens of a turn; None: the rest of the row"""
+    """maximum number of tokens of a turn; empty: the rest of the row"""
     context_window: Annotated[int | None, Gt(0)] = None
-    """maximum number of tokens of a context and the turn sampled from it, the engine's max_model_len; None: a row's"""
+    """maximum number of tokens of a context and the turn sampled from it; empty: a row's"""
     compact_at: Annotated[int | None, Gt(0)] = None
-    """context compaction: before a turn whose context has more tokens, the policy writes a summary, from which the
-    episode goes on; None: never"""
+    """before a turn whose context has more tokens, the policy writes a summary; empty: never"""
     compact_prompt: str = (
         "Summarize the conversation so far. You will go on from the first message, your summary and the next message: "
         "keep all that you need of the rest."

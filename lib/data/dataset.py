@@ -122,10 +122,10 @@ class RLHFDataset(Dataset):
             self.dropped["not_drawn"] = n_read - len(rows)
         if vision:
             self.dropped["too_many_images"] = int(too_many.sum())
-        advice = "raise it, set filter_overlong_prompts, or truncation to left, right or middle"
+        advice = "raise it, or set --overlong-prompts to drop, left, right or middle"
         if truncation != "error":
             cut &= n_media > 0
-            advice = "a prompt with images cannot be cut: raise it, or set filter_overlong_prompts"
+            advice = "a prompt with images cannot be cut: raise it, or set --overlong-prompts drop"
         if cut.any():
             i = int(cut.argmax())
             found = f"prompt of {lengths[i]} tokens, max_prompt_length={max_prompt_length}"

@@ -12,7 +12,6 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lib import InputError
-from lib.args import PromptSampling
 from lib.columns import COLUMNS
 from lib.data.dataset import PromptDataset
 from lib.data.difficulty import Difficulty
@@ -64,7 +63,7 @@ class _StepSampler:
     world_size: int
     seed: int
     shuffle: bool
-    sampling: PromptSampling
+    sampling: str
     difficulty: Difficulty
     start: int = 0
     given: Sequence[int] = ()  # what was yielded last
@@ -228,7 +227,7 @@ def make_loader(
     seed: int,
     shuffle: bool = True,
     num_workers: int = 0,
-    sampling: PromptSampling = "uniform",
+    sampling: str = "uniform",
     skip_after: int = 3,
     share: float = 0.1,
     weights: Sequence[float] = (),

@@ -17,13 +17,12 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Profiler:
-    """Profiles whole steps, from `start` to `stop`, into step_000003-rank_0.json.gz: operations, kernels, stages.
+    """Profiles whole steps, from `start` to `stop`, into step_000003-rank_0.json.gz: operations, kernels, stages, and a
+    curve of the memory in use (on a CPU from the start of the step). A GPU also writes
+    step_000003-rank_0.memory.pickle, each allocation with its stack, for https://pytorch.org/memory_viz."""
 
-    With `memory` the trace has a curve of the memory in use (on a CPU from the start of the step), and a GPU also
-    writes step_000003-rank_0.memory.pickle, each allocation with its stack, for https://pytorch.org/memory_viz."""
-
-    def __init__(self, folder: Path, steps: Collection[int], memory: bool, world: World) -> None:
-        self.folder, self.steps, self.memory, self.world = folder, steps, memory, world
+    def __init__(self, folder: Path, steps: Collection[int], world: World) -> None:
+        self.folder, self.steps, self.world = folder, steps, world
         self._on_gpu = world.device.type != "cpu"
         self._running: profile | None = None
         self._name = ""
@@ -32,9 +31,9 @@ class Profiler:
         if step not in self.steps:
             return
         self._name = f"step_{step:06d}-rank_{self.world.rank}"
-        if self._on_gpu and self.memory:
+        if self._on_gpu:
             record_memory(self.world.device)
-        self._running = profile(activities=profiler_activities(self.world.device), profile_memory=self.memory)
+        self._running = profile(activities=profiler_activities(self.world.device), profile_memory=True)
         self._running.start()
 
     def stop(self) -> bool:
@@ -44,13 +43,12 @@ class Profiler:
         running, self._running = self._running, None
         running.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._on_gpu and self.memory:
+        if self._on_gpu:
             dump_memory(self.world.device, self.folder / f"{self._name}.memory.pickle")
         with tempfile.NamedTemporaryFile(suffix=".json", dir=self.folder) as file:
             running.export_chrome_trace(file.name)
             content = Path(file.name).read_bytes()
-        if self.memory:
-            content = json.dumps(with_memory_curves(json.loads(content))).encode()
+        content = json.dumps(with_memory_curves(json.loads(content))).encode()
         path = self.folder / f"{self._name}.json.gz"
         path.write_bytes(gzip.compress(content, 3))
         if self.world.rank == 0:

@@ -9,7 +9,7 @@ from lib.model.load import add_lora, compile_layers, freeze, use_liger_kernel, w
 from lib.model.load import check_routing_replay, check_sequence_parallel, check_tensor_parallel
 from lib.model.load import load_critic, load_model, load_processor, load_reward_model, load_tokenizer, takes_varlen
 from lib.model.load import config_of
-from lib.model.log_probs import NEVER, LinearLogProbs, check_rows, check_sampling, least_kept, log_probs_of
+from lib.model.log_probs import NEVER, LinearLogProbs, check_rows, least_kept, log_probs_of
 from lib.model.log_probs import batched_log_probs, response_log_probs
 from lib.model.trained import Critic, ForwardConfig, Policy, Reference, TrainedModel, micro_batches
 from lib.model.update_checks import APART, LossFlags, UpdateChecks

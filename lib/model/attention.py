@@ -50,7 +50,8 @@ def packed_attention(
         raise InputError(f"{type(module).__name__} has soft caps or sinks: set --attn-implementation eager")
     if packed_runs is None and packed_sequences is None:
         if attention_mask is not None and attention_mask.shape[3] < key.shape[2]:
-            raise InputError(f"{type(module).__name__} gets no keyword arguments from its layer: set --no-padding-free")
+            why = "gets no keyword arguments from its layer: set --attn-implementation eager"
+            raise InputError(f"{type(module).__name__} {why}")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if sequence_group is not None:
         query, key, value = (_all_tokens(x, sequence_group) for x in (query, key, value))

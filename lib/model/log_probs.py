@@ -19,7 +19,7 @@ from lib.distributed import COMPILED, all_gather_lists
 from lib.model.attention import layout
 from lib.model.packing import in_micro_batches, of_responses
 from lib.model.vision import with_images
-from lib.sampling import Sampling, Truncation
+from lib.sampling import Truncation
 
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
@@ -168,14 +168,6 @@ def _compiled(fn: Callable, device_type: str) -> Callable:
     return torch.compile(fn, dynamic=True, **COMPILE[device_type])
 
 
-def check_sampling(sampling: Sampling) -> None:
-    """Raises InputError for a sampling parameter that these log-probs do not account for."""
-    if sampling.repetition_penalty != 1:
-        why = "it depends on the tokens before each token, which the log-probs of the loss do not account for"
-        what = f"--repetition-penalty {sampling.repetition_penalty:g}: {why}"
-        raise InputError(f"{what}, so the ratio would be wrong: use it with --val-only")
-
-
 def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
     """False if the head adds a bias or the model caps or scales its logits. Such a model runs its own forward."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
@@ -292,6 +284,6 @@ def check_rows(
     whats = ("depend on neighbouring rows", "differ from those of the row alone")
     for mean, allowed, what in zip(torch.tensor(means).amax(0).tolist(), ROW_TOLERANCE[compute_dtype], whats):
         if not mean <= allowed:
-            fix = "set --no-padding-free" if model.padding_free else "this model cannot be used here"
+            fix = "set --attn-implementation eager" if model.padding_free else "this model cannot be used here"
             kind, by = type(model).__name__.removeprefix("FSDP"), f"by {mean:.2g} nats (allowed: {allowed:g})"
             raise InputError(f"{kind}: the log-probs of a row {what}, {by}; {fix}")

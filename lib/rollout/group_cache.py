@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from lib import InputError
 from lib.model import PACKED
 
-NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa --no-padding-free"
+NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa"
 ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 

@@ -29,7 +29,7 @@ BY_FLAG = {  # settings of vLLM: the flag that sets each
     "dtype": "--compute-dtype",
     "seed": "--seed",
     "max_model_len": "--max-prompt-length, --max-response-length and --multi-turn.context-window",
-    "limit_mm_per_prompt": "--max-images",
+    "limit_mm_per_prompt": "--vision-kwargs max_images",
     "max_lora_rank": "--lora-rank",
     "enable_return_routed_experts": "--routing-replay",
     "gpu_memory_utilization": "--gpu-memory-utilization",

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError, distributed
@@ -82,8 +81,7 @@ class Run:
 
     def __post_init__(self):
         self.last_step, self._goals = self.args.total_steps, Goals(self.args)
-        steps, memory = self.args.profile_steps, self.args.profile_memory
-        self._profiler = Profiler(self.folder / "profile", steps, memory, self.world)
+        self._profiler = Profiler(self.folder / "profile", self.args.profile_steps, self.world)
         self.peak_tflops = peak_tflops(self.world.device)
 
     def load(self, models: Models, stateful: Mapping[str, Any]) -> Batches:
@@ -226,9 +224,7 @@ class Run:
         """With --export-model, writes the policy in Hugging Face form. A collective."""
         if self.args.export_model and not self.validation.val_only:
             self._wait_for_writers()  # the last checkpoint is safe, whatever happens to the export
-            name = self.args.export_dtype
-            dtype = actor.forward.compute_dtype if name == "auto" else getattr(torch, name)
-            export_hf(actor.module, processor, self.folder / "model", dtype)
+            export_hf(actor.module, processor, self.folder / "model", actor.forward.compute_dtype)
 
     def close(self) -> None:
         """Ends the run: waits for what is being written, closes the logs, unlocks the folder."""

@@ -24,6 +24,8 @@ from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, request_seeds, truncated_rows
 from lib.seeds import seeded
 
+SHOWN = 3  # samples that a run prints at its end; samples.jsonl has all
+
 
 def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
     """The chance that k of n samples, drawn without replacement, contain one of the c right ones.
@@ -218,7 +220,7 @@ class Validation:
             results += validated_rows(batch, extras, prompts)
             shown += sample_rows(batch, self.rewards.manager.tokenizer, folder)
         results = sorted(all_gather_lists(results), key=lambda row: row.prompt)  # on any number of ranks
-        self.tracker.samples(all_gather_lists(shown), step, show=self.args.show_samples)
+        self.tracker.samples(all_gather_lists(shown), step, show=SHOWN)
         return metrics | validation_metrics(results)
 
     def _scored_batches(self, step: int) -> Iterator[tuple[DataProto, dict[str, list], list[int]]]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 from lib import InputError, is_first_on_node
 from lib import model as models
 from lib.args import DataArgs, ModelArgs, ScriptArgs, check_read
-from lib.args.groups import columns_of
+from lib.args.data import columns_of
+from lib.args.run import Epochs
 from lib.cli.flags import parse_json, with_line_breaks
 from lib.cli.process import accept_sandbox
 from lib.data import (
@@ -52,15 +53,14 @@ class Inputs:
 
 
 def load_inputs(args: ScriptArgs) -> Inputs:
-    """Loads tokenizer, tools, data and scorers, and checks them against each other. Sets total_steps from total_epochs,
-    if that is given. Raises InputError."""
+    """Loads tokenizer, tools, data and scorers, and checks them against each other. Turns a
+    --total-steps in epochs into steps. Raises InputError."""
     model, data, reward, validation = args.model, args.data, args.reward, args.validation
     trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    vllm_kwargs = parse_json("vllm_kwargs", args.rollout.vllm_kwargs)
     engine = args.rollout.engine
     known = args.rollout.auto_engine or args.rollout.rollout_gpus  # that it imports; only engine ranks need vLLM
-    if not args.run.replay and (vllm_kwargs or not known):
-        check_engine_import(engine, vllm_kwargs)
+    if not args.run.replay and (args.rollout.engine_args or not known):
+        check_engine_import(engine, args.rollout.engine_args)
     for path in (model.model, args.critic_model, reward.reward_model):
         local_copy(path or "", weights=False)  # here, as one rank alone estimates the memory of a step
     for flag, path in {"--model": model.model, "--critic-model": args.critic_model}.items():
@@ -96,8 +96,8 @@ def load_inputs(args: ScriptArgs) -> Inputs:
         load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
         tokenizer=tokenizer,
         max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
+        truncation="error" if data.overlong_prompts == "drop" else data.overlong_prompts,
+        filter_overlong_prompts=data.overlong_prompts == "drop",
         chat_template_kwargs=template,
         allow_special_tokens=data.allow_special_tokens,
     )
@@ -125,14 +125,13 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     val_scorers = load_scorers(validation.val_reward, validated, kwargs)
     shadow_scorers = load_scorers(reward.shadow_reward, [*trained, *validated], kwargs)
     check_keywords([*scorers, *val_scorers, *shadow_scorers], kwargs)
-    if args.run.total_epochs is not None and train_data is not None:
+    if isinstance(epochs := args.run.total_steps, Epochs) and train_data is not None:
         if data.train_weights:
-            raise InputError(
-                "--total-epochs with --train-weights: each source has epochs of its own: use --total-steps"
-            )
-        args.run.total_steps = math.ceil(args.run.total_epochs * len(train_data) / args.prompts_per_step)
+            why = "each source has epochs of its own: give a number of steps"
+            raise InputError(f"--total-steps {epochs}epochs with --train-weights: {why}")
+        args.run.total_steps = math.ceil(epochs * len(train_data) / args.prompts_per_step)
         args.run.check_profile_steps()
-    exact = vision is None and not data.dataset_class and data.filter_overlong_prompts
+    exact = vision is None and not data.dataset_class and data.overlong_prompts == "drop"
     if exact and tokenizer.chat_template:
         check_template(tokenizer, template, trained + validated, row_template)
     return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers, shadow_scorers)
@@ -164,9 +163,5 @@ def load_vision(model: ModelArgs, data: DataArgs) -> Vision | None:
     return Vision(
         processor,
         AutoConfig.from_pretrained(local_copy(model.model, weights=False), trust_remote_code=trust),
-        max_pixels=data.max_pixels,
-        min_pixels=data.min_pixels,
-        max_images=data.max_images,
-        video_fps=data.video_fps,
-        max_frames=data.max_frames,
+        **asdict(data.vision_limits),
     )

@@ -37,8 +37,6 @@ class ModelFactory:
         self.mesh = make_mesh(world, self.shard.dp_replicate_size, self.shard.tensor_parallel_size)
         row_group = make_row_group(world, self.mesh, self.shard.sequence_parallel_size)
         sampling, tokens = args.rollout.sampling(), args.optimizer.micro_batch_tokens
-        if not args.validation.val_only:
-            models.check_sampling(sampling)
         self.forward = ForwardConfig(tokens, sampling, row_group, needs.dtype, self.model.routing_replay)
         self.loss = loss_flags(args, needs)
 
@@ -81,7 +79,6 @@ class ModelFactory:
         return {
             "dtype": torch.float32 if trainable and not self.model.lora_rank else dtype,  # fp32 master weights
             "attn_implementation": get_attention(attention, dtype, self.world.device, path, **self.trust),
-            "padding_free": self.model.padding_free,
             "share_prompts": self.model.share_prompts,
             "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
             "offload_activations": "activations" in self.shard.cpu_offload,

@@ -138,7 +138,7 @@ def effective_settings(
     if args.loss_agg_mode == "seq-mean-token-sum-norm":
         settings["loss_scale_factor"] = args.loss_scale_factor or args.rollout.max_response_length
     if args.run.export_model:
-        settings["export_dtype"] = name if args.run.export_dtype == "auto" else args.run.export_dtype
+        settings["export_dtype"] = name
     if args.rollout.starts_vllm:
         settings["gpu_memory_utilization"] = args.rollout.gpu_share
     return settings

@@ -5,8 +5,7 @@ from functools import partial
 
 import torch
 
-from lib.args import ScriptArgs, Sizes, engine_rows
-from lib.cli.flags import parse_json
+from lib.args import PromptSampling, ScriptArgs, Sizes, engine_rows
 from lib.data import make_loader
 from lib.model import Policy
 from lib.reward.manager import RewardManager
@@ -29,7 +28,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
 
         servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
         own = ManagedServers(servers, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
-    vllm_kwargs = parse_json("vllm_kwargs", rollout.vllm_kwargs)
+    vllm_kwargs = rollout.engine_args
     if args.model.routing_replay == "R3" and rollout.starts_vllm:
         vllm_kwargs["enable_return_routed_experts"] = True
     engine = make_engine(
@@ -37,7 +36,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         actor.module,
         inputs.tokenizer,
         processor=inputs.vision and inputs.vision.processor,
-        max_images=data.max_images,
+        max_images=data.vision_limits.max_images,
         folder=run.folder / "engine",
         max_length=min(args.multi_turn.context_window or row, row),
         dtype=dtype,
@@ -56,6 +55,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         sampler = make_episodes(engine, inputs.multi_turn)
     loader = None
     if inputs.train_data is not None:
+        rule, skip_after, share = PromptSampling.parse(data.prompt_sampling)
         loader = make_loader(
             inputs.train_data,
             args.prompts_per_step,
@@ -64,9 +64,9 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
             seed=args.run.seed,
             shuffle=data.shuffle,
             num_workers=data.loader_workers,
-            sampling=data.prompt_sampling,
-            skip_after=data.prompt_skip_after,
-            share=data.prompt_share,
+            sampling=rule,
+            skip_after=skip_after,
+            share=share,
             weights=data.train_weights,
         )
     return Rollouts(

@@ -905,7 +905,7 @@ COMMANDS = {
     "for i in $(seq 50); do (true &); done; "
     "until [ $(wc -w < /proc/$PPID/task/$PPID/children) = 1 ]; do sleep 0.01; done; exit 5": "exit_code",
     "head -c 3000000 /dev/zero": "no_request",
-    'python3 -S -E -c "x = bytes(2**29)"': "exit_code",  # more than --agent-memory
+    'python3 -S -E -c "x = bytes(2**29)"': "exit_code",  # more than --agent-kwargs memory
     "yes | head -1": "no_request",
     'echo \'{"reward": "high"}\'': "bad_reward",
 }
@@ -921,7 +921,7 @@ def left_behind() -> list[psutil.Process]:
 )
 def test_commands_that_fail_end_with_all_their_processes(kinds, timeout_s):
     """No process is left when the episode is over, in whatever way it ends."""
-    args = [RolloutArgs(agent=shlex.join(["sh", "-c", command]), agent_memory=200) for command in kinds]
+    args = [RolloutArgs(agent=shlex.join(["sh", "-c", command]), agent_kwargs=("memory=200",)) for command in kinds]
     agents = [partial(asyncio.to_thread, good), *(load_agent(own, "auto").play for own in args)]
     how = settings_of(None, timeout_s=timeout_s)
     how = replace(how, agent=replace(how.agent, play=one_each(*agents)))
@@ -974,8 +974,8 @@ def test_agents_that_cannot_be():
     }.items():
         with pytest.raises(InputError, match=why):
             load_agent(RolloutArgs(agent=spec), "auto")
-    with pytest.raises(InputError, match="--agent-memory limits the processes of a command"):
-        load_agent(RolloutArgs(agent=f"{file}:good", agent_memory=100), "auto")
+    with pytest.raises(InputError, match="--agent-kwargs memory=100: it limits the processes of a command"):
+        load_agent(RolloutArgs(agent=f"{file}:good", agent_kwargs=("memory=100",)), "auto")
 
 
 # ---- a run -----------------------------------------------------------------------------------------

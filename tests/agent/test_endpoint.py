@@ -364,7 +364,7 @@ def test_ignored_parameters_have_no_effect_and_are_counted():
                 status, found = await client.post(body, path)
                 assert status == 200, found
             status, found = await client.post(HELLO | {"top_p": 0.5})
-            advice = "The run's --agent-ignore top_p accepts and ignores it"
+            advice = "The run's --agent-kwargs ignore=top_p accepts and ignores it"
             assert status == 400 and found["error"]["message"].endswith(advice)
 
     out, engine = play(agent, ignore=frozenset({"temperature", "response_format", "reasoning_effort"}))
@@ -372,11 +372,13 @@ def test_ignored_parameters_have_no_effect_and_are_counted():
 
 
 def test_the_names_of_ignored_parameters_are_checked():
-    args = parse_flags(grpo.Args, ["--agent", "true", "--agent-ignore", "temperature", "top_p"])
+    args = parse_flags(grpo.Args, ["--agent", "true", "--agent-kwargs", "ignore=temperature,top_p"])
     assert load_agent(args.rollout, "auto").ignore == {"temperature", "top_p"}
     for name in ("temprature", "messages", "max_tokens", "n", "suffix"):
-        with pytest.raises(InputError, match=f"--agent-ignore {name}: it can ignore frequency_penalty, .*, verbosity"):
-            load_agent(RolloutArgs(agent="true", agent_ignore=("top_p", name)), "auto")
+        with pytest.raises(
+            InputError, match=f"--agent-kwargs ignore={name}: it can ignore frequency_penalty, .*, verbosity"
+        ):
+            load_agent(RolloutArgs(agent="true", agent_kwargs=(f"ignore=top_p,{name}",)), "auto")
 
 
 # ---- rewards of answers --------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_an_agent_of_another_project(program, monkeypatch):
     answers, segments, reward = AGENTS[program]
     engine = Scripted(answers)
     command = f"{PYTHON} {HERE / program.replace('PYTHON', sys.executable)}"
-    agent = load_agent(RolloutArgs(agent=command, agent_ignore=("temperature",)), "auto")
+    agent = load_agent(RolloutArgs(agent=command, agent_kwargs=("ignore=temperature",)), "auto")
     how = replace(settings_of(None), agent=agent)
     out = make_episodes(engine, how).generate(prompts_of(how, 1), Sampling(100_000), [0])
     assert refused == [] and len(engine.sampled) == len(answers)

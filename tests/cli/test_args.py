@@ -16,7 +16,7 @@ import grpo
 from lib import InputError
 from lib.args import check_engine, check_model_path, check_output_dir, check_read
 from lib.cli.flags import (
-    OF_PEERS,
+    OTHER_NAMES,
     Names,
     OnReplay,
     OnResume,
@@ -26,6 +26,8 @@ from lib.cli.flags import (
     threads_of_environment,
     walk,
 )
+from lib.cli.help import OFTEN
+from lib.cli.yaml_files import LARGEST, read_yaml
 from tests.common import PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran
 
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
@@ -64,7 +66,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--top-p 0.0: must be above 0 and at most 1": ["--top-p", "0"],
     "--adam-betas 1.0: must be at least 0 and below 1": ["--adam-betas", "0.9", "1"],
     "--val-samples 0: must be at least 1": ["--val-samples", "0"],
-    "--min-pixels 9: more than --max-pixels 8": ["--min-pixels", "9", "--max-pixels", "8"],
+    "--vision-kwargs min_pixels=9: more than max_pixels=8": ["--vision-kwargs", "min_pixels=9", "max_pixels=8"],
     "--dp-replicate-size 0: must be at least 1": ["--dp-replicate-size", "0"],
     "--seed -1: must be at least 0 and below 4294967296": ["--seed", "-1"],
     "--seed 4294967296: must be at least 0 and below": ["--seed", "4294967296"],
@@ -122,7 +124,8 @@ BAD_FLAGS = {  # what the message says, by flags
     "that --token-masks off_policy_sequence needs": [
         *("--old-log-probs", "rollout", "--token-masks", "off_policy_sequence=0")
     ],
-    "would apply it twice": ["--loss", "decoupled", "--rollout-correction.reject", "token_k2=0.1"],  # level token
+    # level token
+    "would apply its weight pi_old": ["--loss", "decoupled", "--rollout-correction.reject", "token_k2=0.1"],
     "--kl-target has no effect without": ["--kl-target", "0.1", "--kl-coef", "0"],
     "--kl-target has no effect without --kl-placement reward": [
         *("--kl-coef", "0.1", "--kl-placement", "loss", "--kl-target", "0.1")
@@ -154,7 +157,17 @@ BAD_FLAGS = {  # what the message says, by flags
     "File name too long": ["--output-dir", "b" * 300],
     "--agent with --multi-turn.tools: an agent has": ["--agent", "true", "--multi-turn.tools", "calculator"],
     "--agent with --multi-turn.interaction": ["--agent", "true", "--multi-turn.interaction", "reasoning_gym"],
-    "--agent-timeout has no effect without --agent": ["--agent-timeout", "9"],
+    "--agent-kwargs has no effect without --agent": ["--agent-kwargs", "timeout=9"],
+    "--val-kwargs top_p=2: Input should be less than or equal to 1": ["--val-kwargs", "top_p=2"],
+    "--val-kwargs top_p=nan: Input should be a finite number": ["--val-kwargs", "top_p=nan"],
+    "--val-kwargs top_p=1,1: top_p is there twice": ["--val-kwargs", "top_p=1", "top_p=1,1"],
+    "--val-kwargs top_k has 2 values for 1 --val-files": ["--val-kwargs", "top_k=1,2"],
+    "--val-kwargs x=1: give NAME=VALUE, where NAME is one of top_p, top_k,": ["--val-kwargs", "x=1"],
+    "--vision-kwargs max_images: give NAME=VALUE, where": ["--vision-kwargs", "max_images"],
+    "--prompt-sampling easy: give uniform, skip:3:0.1 or variance:0.1": ["--prompt-sampling", "easy"],
+    "--prompt-sampling variance:1:2: give uniform": ["--prompt-sampling", "variance:1:2"],
+    "--prompt-sampling skip:0: skip_after=0: Input should be greater": ["--prompt-sampling", "skip:0"],
+    "--total-steps 0: must be at least 1": ["--total-steps", "0epochs"],
     "--multi-turn.max-turns has no effect": ["--agent", "true", "--multi-turn.max-turns", "9"],
     "--multi-turn.context-window has no effect without --multi-turn.tools": ["--multi-turn.context-window", "99"],
     "--multi-turn.compact-prompt has no effect without": ["--agent", "true", "--multi-turn.compact-prompt", "x"],
@@ -172,7 +185,6 @@ BAD_FLAGS = {  # what the message says, by flags
     "--record is about training steps": ["--record", "a", "--val-only"],
     "--record /proc/kept: /proc cannot be written": ["--record", "/proc/kept"],
     "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
-    "--profile-memory has no effect without --profile-steps": ["--profile-memory"],
     "parsing --total-steps: invalid literal for int() with base 10: '1e20'": ["--total-steps", "1e20"],
     "parsing --lr: no type matching {None}|FLOAT could be instantiated from ['x']": ["--lr", "x"],
     "--group-size 100000000000000000000: must be at least 1 and at most 2147483647": ["--group-size", "1" + "0" * 20],
@@ -184,7 +196,7 @@ BAD_FLAGS = {  # what the message says, by flags
         "actor_rollout_ref.rollout.n=8"
     ],
     "there is no flag +data.val_files; did you mean --val-files?": ["+data.val_files=x"],
-    "there is no flag 5; --help has the names": ["--lr", "1", "5"],
+    "there is no flag 5; --help all has the names": ["--lr", "1", "5"],
 }
 SERVER = ["--rollout-engine", "http://127.0.0.1:1", "--async-order", "finished"]
 GDPO = ["--adv-estimator", "gdpo", "--adv-kwargs", "reward_keys=x"]
@@ -208,7 +220,7 @@ OWN_BAD_FLAGS = {
         "mt_grpo compares the rewards of turns: --multi-turn.reward-coef 0": [
             *(*MT_GRPO, "benchmarks/turn_credit.py:calculator", "--multi-turn.reward-coef", "0")
         ],
-        "--multi-turn.compact-at with --adv-estimator mt_grpo": [
+        "--multi-turn.compact-at 99 with --adv-estimator mt_grpo": [
             *(*MT_GRPO, "benchmarks/turn_credit.py:calculator", *COMPACT, "--multi-turn.max-turn-tokens", "4")
         ],
         "--kl-placement loss": [*GDPO, "--kl-placement", "reward", "--kl-coef", "0.1"],
@@ -310,14 +322,15 @@ def test_a_value_that_nothing_can_hold_is_one_line_of_any_flag(script):
                 assert takes or first in ((), None), (name, value)
 
 
-def test_names_of_trl_and_verl_are_on_their_page():
+def test_other_names_of_flags_are_on_their_page():
     """With the flag that --help has: a row of a table that names ours, if that row has flags, has this one."""
     flags = {name for script in OWN_BAD_FLAGS for name, _, _ in walk(importlib.import_module(script).Args())}
-    for page, names in OF_PEERS.items():
+    for page, names in read_yaml(OTHER_NAMES, "").items():
         rows = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("|")]
         for name, flag in names.items():
             assert flag in flags, (name, flag)
-            there = [row for row in rows if re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", row)]
+            last = name.rpartition(".")[2]
+            there = [row for row in rows if re.search(rf"\b({re.escape(last)}|{last.replace('_', '-')})\b", row)]
             assert any(as_flag(flag) in row for row in there), (page, name, flag, there)
 
 
@@ -359,24 +372,40 @@ def test_the_help_needs_no_torch():
     command = [*PYTHON, "-c", DRIVER, str(ROOT / "grpo.py"), json.dumps([["--help"]])]
     done = subprocess.run(command, env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     [[code, said, torch_imported]] = json.loads(done.stdout)
-    assert code == 0 and "--max-grad-norm" in said and not torch_imported
+    assert code == 0 and "--group-size" in said and not torch_imported
 
 
-def test_the_help_ends_with_the_algorithms_own_flags():
-    said = subprocess.run([*PYTHON, "grpo.py", "--help"], cwd=ROOT, capture_output=True, encoding="utf-8").stdout
-    assert said.index("run options") < said.index("--lora-rank") < said.index("--adv-estimator")
-    ascii_only = environment() | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*PYTHON, "grpo.py", "--help"], cwd=ROOT, env=ascii_only, capture_output=True, text=True)
-    assert "--adv-estimator" in done.stdout, done.stderr
+def flags_in(shown: str) -> set[str]:
+    """The flags that a --help describes."""
+    return set(re.findall(r"^(?:│|\|)? *(--[a-z][\w.-]+)", shown, re.M)) - {"--help"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_help_is_two_screens_or_a_group(encoding):
+    def shown(*words):
+        env = environment() | {"PYTHONIOENCODING": encoding, "COLUMNS": "80"}
+        done = subprocess.run([*PYTHON, "grpo.py", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+        return ran(done).stdout
+
+    often, group, everything = shown("--help"), shown("--lr", "1", "--help", "multi_turn"), shown("-h", "all")
+    assert len(often.splitlines()) <= 120 and flags_in(often) <= {as_flag(name) for name in OFTEN}
+    assert often.index("python grpo.py --model") < often.index("--help GROUP") < often.index("--group-size INT")
+    assert flags_in(group) == {as_flag(name) for name, *_ in walk(grpo.Args()) if name.startswith("multi_turn")}
+    assert flags_in(everything) == {as_flag(name) for name, *_ in walk(grpo.Args())} and "None)" not in everything
+
+
+def test_flags_of_the_help_exist():
+    assert {name for script in OWN_BAD_FLAGS for name, *_ in walk(importlib.import_module(script).Args())} >= OFTEN
+    with pytest.raises(InputError, match=r"^--help x: give one of run, model, .*, multi-turn, .*, algorithm or all$"):
+        parse_flags(grpo.Args, ["--help", "x"])
 
 
 def test_a_flag_that_changes_no_result_is_noted():
-    words = "--val-top-p 0.9 --export-dtype float32 --no-export-model --share-prompts --attn-implementation sdpa"
+    words = "--keep-checkpoints 1 --save-every 0 --share-prompts --attn-implementation sdpa"
     args = parse_flags(grpo.Args, words.split())
     assert args.no_effect == (
-        "--export-dtype (without --export-model)",
+        "--keep-checkpoints (without --save-every or --keep-best)",
         "--share-prompts (without --attn-implementation auto, packed_sdpa or varlen)",
-        "--val-top-p (without --val-temperature)",
     )
     assert parse_flags(grpo.Args, ["--lr", "1e-4"]).no_effect == ()
 
@@ -411,9 +440,9 @@ def test_rollout_gpus_make_the_engine_vllm(monkeypatch):
 
 
 def test_flags_of_images_are_for_models_that_read_them():
-    args = parse_flags(grpo.Args, ["--max-pixels", "5000"])
+    args = parse_flags(grpo.Args, ["--vision-kwargs", "max_pixels=5000"])
     check_read(args, vision=True)
-    with pytest.raises(InputError, match="--max-pixels has no effect without a --model that reads images"):
+    with pytest.raises(InputError, match="--vision-kwargs has no effect without a --model that reads images"):
         check_read(args, vision=False)
 
 
@@ -440,39 +469,35 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     done = fork("grpo", tmp_path, "--config", str(tmp_path / "flags.yaml"), *shared)
     assert "--multi-turn.max-turns 0: must be above 0" in done.stderr
     of_none = "rollout_correction:\n  batch_normalize: true\nadv_kwargs: [norm_adv_by_std_in_grpo=false]\n"
-    (tmp_path / "flags.yaml").write_text(of_none + "padding_free: false\nkl_target: null\n")
+    (tmp_path / "flags.yaml").write_text(of_none + "compile: false\nkl_target: null\n")
     ran(fork("dapo", tmp_path, "--adv-estimator", "grpo_passk", "--config", str(tmp_path / "flags.yaml"), *shared))
 
 
 CONFIGS = {  # what the message says, by the file's text
-    "line 1: there is no flag prompts_per_steps; is it prompts_per_step?": "prompts_per_steps: 10",
-    "line 2: there is no flag multi_turn; is it multi_turn.tools?": "lr: 1\nmulti_turn: [calculator]",
-    "line 3: there is no flag max_turn; is it multi_turn.max_turns?": "lr: 1\nmulti_turn:\n  max_turn: 3",
-    "line 2: there is no flag tensor-parallel; is it tensor_parallel_size?": "lr: 1\ntensor-parallel: 2",
-    "line 1: adv_kwargs takes no mapping": "adv_kwargs:\n  epsilon: 1e-4",
-    "line 1: there is no flag engine_ranks; is it rollout_tensor_parallel_size?": "engine_ranks: 8",
-    "line 1: there is no flag gpu_memory; is it gpu_memory_utilization?": "gpu_memory: 0.4",
-    "line 1: there is no flag replicas; is it dp_replicate_size?": "replicas: 2",
-    "line 2: lr is there twice": "lr: 1e-5\nlr: 1e-6",
-    "line 1: group-size is there twice": '{"group_size": 8, "group-size": 9}',
-    "line 3: max_turns is there twice": "multi_turn:\n  max_turns: 3\n  max_turns: 4",
+    "there is no flag prompts_per_steps; did you mean --prompts-per-step?": "prompts_per_steps: 10",
+    "there is no flag multi_turn; did you mean --multi-turn.tools": "lr: 1\nmulti_turn: [calculator]",
+    "there is no flag multi_turn.max_turn; did you mean --multi-turn.max-turns?": "lr: 1\nmulti_turn:\n  max_turn: 3",
+    "there is no flag tensor-parallel; did you mean --tensor-parallel-size?": "lr: 1\ntensor-parallel: 2",
+    "there is no flag engine_ranks; did you mean --rollout-tensor-parallel-size?": "engine_ranks: 8",
+    "there is no flag 1; --help all has the names": "1: 2",
+    "line 1: a key is there twice": "lr: 1e-5\nlr: 1e-6",
+    "line 2: a key is there twice": "multi_turn:\n  max_turns: 3\n  max_turns: 4",
     "line 1: an alias (*)": "&a {lr: *a}",
     "line 2: an alias (*)": "track: &a [wandb]\nval_files: [*a, *a, *a]",
-    "line 1: nested too deeply": "[" * 100_000,
-    "line 200: nested too deeply": "\n" * 199 + "lr: " + "[" * 100,
-    "line 1: seed: a number of 5000 digits": f"seed: {'9' * 5000}",
-    "line 1: seed: a number of 5001 digits": f'{{"seed": -{"9" * 5000}}}',
-    "line 1: track --lr: a value does not begin with --": 'track: [wandb, "--lr", "1"]',
-    "line 1: track: give a list of plain values": "track: [[wandb]]",
-    "line 1: shuffle: give true or false": "shuffle: maybe",
-    "line 1: reward_kwargs takes no mapping": "reward_kwargs: {x: 1}",
-    "line 1: a key that is no name": "? [a]\n: 1",
+    "nested too deeply": "[" * 100_000,
+    "Exceeds the limit": f"seed: {'9' * 5000}",
+    "track --lr: a value does not begin with --": 'track: [wandb, "--lr", "1"]',
+    "track: give a list of plain values": "track: [[wandb]]",
+    "shuffle: give true or false": "shuffle: maybe",
+    "reward_kwargs takes no mapping": "reward_kwargs: {x: 1}",
+    "line 1: found unhashable key": "? [a]\n: 1",
     "line 2: could not find expected ':'": "lr: 1\nseed",
     "cannot be read: unacceptable character": "lr: \0",
-    "line 1: model: a character that no command line can hold": 'model: "\\0"',
-    "line 1: track: a character that no command line can hold": 'track: ["\\ud800"]',
+    "model: a character that no command line can hold": 'model: "\\0"',
+    "track: a character that no command line can hold": 'track: ["\\ud800"]',
     "cannot be read: ": 'model: "\\Uffffffff"',
-    "line 2: a tag (!)": "lr: 1\nmodel: !!python/name:os.system x",
+    "line 2: could not determine a constructor for the tag": "lr: 1\nmodel: !!python/name:os.system x",
+    f"larger than {LARGEST} characters": "lr: 1\n" + "#" * LARGEST,
     "give a run's config.json": "lr",
 }
 
@@ -484,7 +509,8 @@ def test_a_bad_config_is_one_line_with_its_place(tmp_path, message):
     with pytest.raises(InputError) as error:
         parse_flags(grpo.Args, ["--config", str(file)])
     said = str(error.value)
-    assert said.startswith(f"--config {file}") and message in said and "\n" not in said and len(said) < 400
+    assert said.startswith(f"--config {file}") or "Exceeds" in message  # which tyro reads
+    assert message in said and "\n" not in said and len(said) < 400
 
 
 def test_values_of_a_config_are_as_typed(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agent.tools.rows import template_of_row
 from lib import InputError
-from lib.args.groups import COLUMN_NAMES
+from lib.args.data import COLUMN_NAMES
 from lib.data import RLHFDataset, check_template_kwargs, collate_fn, load_dataset_class, load_split, make_loader
 from lib.data.row_form import OF_VERL
 from lib.model import load_tokenizer

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 import grpo
 from lib import InputError
-from lib.args.groups import columns_of
+from lib.args.data import columns_of
 from lib.cli.flags import with_line_breaks
 from lib.data import RLHFDataset, set_chat_template
 from lib.data.row_form import RowForm, template_fields
@@ -252,12 +252,12 @@ def test_an_error_of_a_row_names_the_column_as_the_row_does(change, said, tmp_pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["question"], "--columns question: give NAME=COLUMN, where NAME is one of prompt, answer, "),
-        (["promt=q"], "--columns promt=q: give NAME=COLUMN, where NAME is one of prompt, answer, "),
-        (["=q"], "--columns =q: give NAME=COLUMN"),
-        (["prompt="], "--columns prompt: give NAME=COLUMN"),
-        (["prompt=q", "prompt=q"], "--columns: prompt has two columns, q and q: drop one"),
-        (["prompt=q", "answer=a", "prompt=r"], "--columns: prompt has two columns, q and r: drop one"),
+        (["question"], "--columns question: give NAME=VALUE, where NAME is one of prompt, answer, "),
+        (["promt=q"], "--columns promt=q: give NAME=VALUE, where NAME is one of prompt, answer, "),
+        (["=q"], "--columns =q: give NAME=VALUE"),
+        (["prompt="], "--columns prompt=: String should have at least 1 character"),
+        (["prompt=q", "prompt=q"], "--columns prompt=q: prompt is there twice: drop one"),
+        (["prompt=q", "answer=a", "prompt=r"], "--columns prompt=r: prompt is there twice: drop one"),
     ],
 )
 def test_columns_are_names_and_columns(words, said):
@@ -272,7 +272,7 @@ def test_the_flags_before_name_the_one_that_came_after(flag, tmp_path):
     with pytest.raises(InputError, match=f"there is no flag {flag}; did you mean --columns"):
         parse_flags(grpo.Args, [flag, "question"])
     (tmp_path / "old.yaml").write_text(f"{flag.rpartition('.')[2].lstrip('-')}: question")
-    with pytest.raises(InputError, match="is it columns"):
+    with pytest.raises(InputError, match="did you mean --columns"):
         parse_flags(grpo.Args, ["--config", str(tmp_path / "old.yaml")])
 
 

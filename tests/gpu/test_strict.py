@@ -155,7 +155,7 @@ def compare(world, name, flags, more_waits):
         ("ppo", [], {COUNTS: 1, NORM: 1}),
         ("dapo", [], {}),
         ("grpo", ["--no-share-prompts"], {}),
-        ("grpo", ["--no-padding-free"], {MODEL: 3}),  # of three micro-batches
+        ("grpo", ["--attn-implementation", "sdpa"], {MODEL: 3}),  # of three micro-batches
         ("grpo", ["--reduce-each-micro-batch", "--gradient-checkpointing"], {}),
         ("grpo", LORA, {}),
         ("grpo", ["--attn-implementation", "varlen"], {}),

@@ -513,7 +513,7 @@ def checked(world, path, fault, dtype, split):
 )
 def test_rows_that_are_not_their_own_are_found_on_every_rank(tmp_path, family, fault, found, dtype, size, split):
     for said in run_ranks(size, checked, save(family, tmp_path), fault, dtype, split):
-        assert said is None if found is None else found in said and said.endswith("set --no-padding-free")
+        assert said is None if found is None else found in said and said.endswith("set --attn-implementation eager")
 
 
 LEAKING = """

@@ -173,7 +173,7 @@ def test_a_run_with_vllm_is_the_same(tmp_path):
         ("--dp-replicate-size 2", "--dp-replicate-size"),
         ("--sequence-parallel-size 2", "--sequence-parallel-size"),
         ("--dry-run 4", "--dry-run"),
-        ("--no-padding-free", "--tensor-parallel-size 2: needs --padding-free"),
+        ("--attn-implementation eager", "--tensor-parallel-size 2: needs .*packed_sdpa"),
     ],
 )
 def test_what_does_not_work_is_refused(flags, message, monkeypatch):

@@ -28,7 +28,7 @@ SMALL_VISION = {"depth": 3, "fullatt_block_indexes": [0, 1, 2]}  # a trace of wi
 IDS = {"image_token_id": 4, "video_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7}
 # the estimate takes all tokens of a micro-batch for those of images, so prompts are nearly all of it
 IMAGES = ("--max-prompt-length", "1984", "--max-response-length", "32", "--micro-batch-tokens", "2048")
-IMAGES += ("--group-size", "2", "--max-pixels", "400000")
+IMAGES += ("--group-size", "2", "--vision-kwargs", "max_pixels=400000")
 SIZES = ("--max-prompt-length", "256", "--max-response-length", "1024", "--micro-batch-tokens", "4096")
 CASES = {  # script, shape, tied, ranks, flags
     "whole gradients": ("grpo", "qwen2.5-1.5b", True, 8, ()),

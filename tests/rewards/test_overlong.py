@@ -81,7 +81,8 @@ def test_dapo_trains_alike_with_its_flags_and_with_the_scorer(tmp_path):
 
 def test_remax_and_validation_score_by_the_limits_of_their_own(tmp_path):
     """Its greedy responses are scored, too. grpo.py and ppo.py: tests/test_your_own.py, tests/test_coming_from.py."""
-    val = ["--val-files", str(ROOT / "data/toy/val.jsonl"), "--val-max-response-length", "24", "--val-every", "1"]
+    val = ["--val-files", str(ROOT / "data/toy/val.jsonl"), "--val-every", "1"]
+    val += ["--val-kwargs", "max_response_length=24"]
     ran(fork("remax", tmp_path, *SMALL, *ONE_STEP, *val, *overlong(4)))
     logged = {key: value for row in metrics(tmp_path / "run") for key, value in row.items()}
     assert logged["reward/error_count"] == 0 and logged["reward/overlong_penalty/mean"] < 0

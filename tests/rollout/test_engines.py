@@ -17,12 +17,11 @@ from transformers import LlamaConfig, PreTrainedConfig
 import grpo
 from lib import InputError, setup
 from lib.cli.flags import check_flags, parse_flags
-from lib.model import check_sampling, config_of
+from lib.model import config_of
 from lib.rollout import check_capabilities, engine_class, vllm_refuses
 from lib.rollout.hf_engine import HFEngine
 from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine
-from lib.sampling import Sampling
 from planner.estimate import memory_of
 from tests.common import ROOT, SMALL, TOY_MODEL, environment, fork, metrics, ran, skip_without_vllm
 
@@ -144,16 +143,18 @@ def test_fp8_rollouts_need_a_correction(quantization, flags, why):
         setup.check(args, device)
 
 
-@pytest.mark.parametrize("engine, why", [("hf", "the kernels are vLLM's"), ("http://h:1", "VLLM_BATCH_INVARIANT=1")])
-def test_batch_invariance_needs_the_kernels_of_vllm(engine, why):
-    with pytest.raises(InputError, match=re.escape(f"--batch-invariant with --rollout-engine {engine}: ") + f".*{why}"):
-        parse_flags(grpo.Args, ["--rollout-engine", engine, "--batch-invariant"])
+@pytest.mark.parametrize("engine", ["hf", "http://h:1"])
+def test_batch_invariance_needs_the_kernels_of_vllm(engine):
+    with pytest.raises(InputError, match="--vllm-kwargs has no effect without --rollout-engine vllm"):
+        parse_flags(grpo.Args, ["--rollout-engine", engine, "--vllm-kwargs", '{"batch_invariant": true}'])
+    rollout = parse_flags(grpo.Args, ["--rollout-engine", "vllm", "--vllm-kwargs", '{"batch_invariant": true}']).rollout
+    assert rollout.batch_invariant and rollout.engine_args == {}
 
 
 def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
     """vLLM 0.32 reads the variable in its GPU worker and in layers for GPUs only."""
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    with pytest.raises(InputError, match="--batch-invariant: vLLM has batch-invariant kernels for GPUs from"):
+    with pytest.raises(InputError, match=r"--vllm-kwargs batch_invariant: vLLM has .* for GPUs from"):
         setup.use_batch_invariant_kernels(torch.device("cpu"))
     assert "VLLM_BATCH_INVARIANT" not in os.environ
     monkeypatch.setattr(setup.ranks, "has_flash_attention", lambda device, dtype: True)
@@ -204,15 +205,6 @@ def test_a_run_asks_for_what_the_engine_can_do(table):
         for name in ("hf", "vllm", "http://127.0.0.1:1,http://127.0.0.1:2"):
             check_capabilities(name, *what)
     assert [engine_class(name) for name in ("hf", "vllm", "http://x")] == [HFEngine, VLLMEngine, ServerEngine]
-
-
-def test_a_repetition_penalty_is_for_validation_alone(tmp_path):
-    check_sampling(Sampling(1, 0.7, 0.9, 5, 0.1, stop=("x",)))
-    with pytest.raises(InputError, match=r"--repetition-penalty 1\.2: .*--val-only"):
-        check_sampling(Sampling(1, repetition_penalty=1.2))
-    flags = ["--repetition-penalty", "1.2", "--total-steps", "1", "--run-name", "run", *SMALL]
-    refused = fork("grpo", tmp_path, *flags)
-    assert refused.returncode and "--repetition-penalty 1.2: it depends on" in refused.stderr
 
 
 # ---- auto ----------------------------------------------------------------------------------------
@@ -280,7 +272,6 @@ def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
         (["--vllm-kwargs", '{"seed": 1}'], "--vllm-kwargs has no effect without --rollout-engine vllm: drop it"),
         (["--rollout-tensor-parallel-size", "2"], "splits a vLLM engine: it needs --rollout-engine vllm"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 does not work with --rollout-engine hf"),
-        (["--batch-invariant"], "--batch-invariant with --rollout-engine hf: the kernels are vLLM's: drop the flag"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -372,7 +372,7 @@ def test_grpo_with_async_agents(server, tmp_path):
     url, path, _ = server
     (tmp_path / "solve.py").write_text(SOLVE)
     args = [*asynchronous(url, path, 1), "--max-response-length", "300", "--save-rollouts", "all", "--reward"]
-    args += ["--agent", f"{tmp_path / 'solve.py'}:solve", "--agent-ignore", "temperature", "--stop", "3"]
+    args += ["--agent", f"{tmp_path / 'solve.py'}:solve", "--agent-kwargs", "ignore=temperature", "--stop", "3"]
     args += ["--multi-turn.parser", "hermes", "--adv-estimator", "mt_grpo"]
     ran(fork("grpo", tmp_path, *args, "--total-steps", "3"))
     found = metrics(tmp_path / "run")

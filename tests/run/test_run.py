@@ -72,7 +72,7 @@ def few_rows(folder: Path) -> str:
 def source(tmp_path_factory):
     """(folder, flags) of `run`: 4 steps with a checkpoint each, validated in every second."""
     folder = tmp_path_factory.mktemp("source")
-    args = [*SMALL, "--val-every", "2", "--val-files", few_rows(folder), "--show-samples", "0"]
+    args = [*SMALL, "--val-every", "2", "--val-files", few_rows(folder)]
     args += ["--save-every", "1", "--keep-checkpoints", "0"]
     done = ran(fork("grpo", folder, *args, "--run-name", "run", "--total-steps", "4", "--export-model"))
     (folder / "printed.txt").write_text(done.stdout + done.stderr)
@@ -682,7 +682,7 @@ def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
     folder, args = copied
     before = times(folder)
     args = [*args, "--train-files", "absent.jsonl", "--prompts-per-step", "8", "--num-mini-batches", "3"]
-    args += ["--total-epochs", "1", "--val-only", "--val-samples", "2", "--val-temperature", "1", "--run-name"]
+    args += ["--total-steps", "1epochs", "--val-only", "--val-samples", "2", "--val-temperature", "1", "--run-name"]
     for number, resume in (("1", "auto"), ("2", str(folder / "run/checkpoints/step_000002"))):
         consent = ["--resume", resume, "--resume-override", "num_mini_batches"]
         done = ran(fork("grpo", folder, *args, "run", *consent))

@@ -10,7 +10,7 @@ from lib.args import RolloutArgs, ValidationArgs
 from lib.run.validation import check_sources
 from tests.common import ROOT, SMALL, fork, ran
 
-PER_FILE = ["--val-samples", "2", "1", "--val-temperature", "1.5", "0", "--val-max-response-length", "3", "40"]
+PER_FILE = ["--val-samples", "2", "1", "--val-temperature", "1.5", "0", "--val-kwargs", "max_response_length=3,40"]
 PER_FILE += ["--max-val-samples", "5"]
 
 
@@ -50,7 +50,7 @@ def test_each_file_has_its_own_sampling(tmp_path):
     assert len({row["response"] for row in of["a"]}) > 5  # not greedy
 
     alone, own = validate(
-        tmp_path, "alone", "--val-files", b, "--val-max-response-length", "40", "--max-val-samples", "5"
+        tmp_path, "alone", "--val-files", b, "--val-kwargs", "max_response_length=40", "--max-val-samples", "5"
     )
     assert {name: value for name, value in alone.items() if "/b/" in name}.items() <= metrics.items()
     assert [row["response"] for row in own] == [row["response"] for row in of["b"]]
@@ -62,12 +62,13 @@ def test_each_file_has_its_own_sampling(tmp_path):
 
 
 def test_one_value_is_for_all_files():
-    args = ValidationArgs(val_files=("a", "b", "c"), val_top_k=(5,), val_temperature=(0.5,))
+    words = ("top_k=5", "repetition_penalty=1.2")
+    args = ValidationArgs(val_files=("a", "b", "c"), val_temperature=(0.5,), val_kwargs=words)
     [together] = args.sets()
     assert together.files == ("a", "b", "c")
     training = RolloutArgs(max_response_length=7, min_p=0.5, stop=("x",)).sampling()
     sampling = together.sampling(training)
-    assert (sampling.temperature, sampling.top_k, sampling.min_p) == (0.5, 5, 0.0)
+    assert (sampling.temperature, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (0.5, 5, 0.0, 1.2)
     assert (sampling.max_response_length, sampling.stop) == (7, ("x",))
     apart = ValidationArgs(val_files=("a", "b"), val_samples=(4, 1), val_temperature=(1.0,)).sets()
     assert [(s.files, s.samples, s.temperature) for s in apart] == [(("a",), 4, 1.0), (("b",), 1, 1.0)]

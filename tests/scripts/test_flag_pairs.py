@@ -296,7 +296,7 @@ def quick_checks():
         patch.object(cli, "get_type_hints", cache(cli.get_type_hints)),
         patch.object(cli, "fields", lambda args: fields_of(args if isinstance(args, type) else type(args))),
         patch.object(cli, "secret_in", lambda *_: ""),
-        patch("lib.args.groups.check_output_dir", lambda *_: None),
+        patch("lib.args.run.check_output_dir", lambda *_: None),
     ]
     for p in patches:
         p.start()

@@ -121,7 +121,7 @@ def test_vllm_trains_as_hf_does(tmp_path):
     scorer = f"{ROOT / 'rewards/arithmetic.py'}:compute_score"
     args = ["--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "6", "--no-export-model"]
     args += ["--val-files", str(ROOT / "data/toy/val.jsonl"), str(tmp_path / "long.jsonl"), "--val-reward", scorer]
-    args += ["--val-max-response-length", "16", "40", "--val-samples", "1", "2", "--val-temperature", "0", "2"]
+    args += ["--val-kwargs", "max_response_length=16,40", "--val-samples", "1", "2", "--val-temperature", "0", "2"]
     done = ran(fork("grpo", tmp_path, *args))
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
@@ -201,7 +201,7 @@ FLAGS = {
         lambda t: [
             *f"--adv-estimator gdpo --reward {two_rewards(t)} --adv-kwargs reward_keys=right,short".split(),
             *("--reward-kwargs", '{"longest": 16}'),
-            *["--zero-variance", "mask", "--prompt-sampling", "skip", "--prompt-skip-after", "1"],
+            *["--zero-variance", "mask", "--prompt-sampling", "skip:1"],
             *("--loss", "decoupled", *off_policy(t)),
             *["--num-mini-batches", "2", "--token-masks", "off_policy_sequence=0.01"],
             *["--entropy-coef", "0.01", "--entropy-target", "9"],
@@ -471,7 +471,7 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     "missing column": (lambda t: trained_on(t, {"data_source": "x"}), "no column 'prompt'"),
     "no row left": (lambda t: trained_on(t, ROW, "--max-prompt-length", "3"), "too long for max_prompt_length=3"),
     "prompt too long": (
-        lambda t: ["--no-filter-overlong-prompts", "--max-prompt-length", "3"],
+        lambda t: ["--overlong-prompts", "error", "--max-prompt-length", "3"],
         "max_prompt_length=3",
     ),
     "no scorer": (lambda t: trained_on(t, ROW | {"data_source": "mine"}), "no scorer for data_source 'mine'"),
@@ -503,7 +503,10 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
         "cov_bounds=5,1: give LOW,HIGH, LOW below HIGH",
     ),
     "a correction's bounds": (lambda t: ["--rollout-correction.bounds", "2", "3"], "needs bounds on r"),
-    "images for a text model": (lambda t: ["--max-images", "2"], "--max-images has no effect without a --model that"),
+    "images for a text model": (
+        lambda t: ["--vision-kwargs", "max_images=2"],
+        "--vision-kwargs has no effect without a --model that",
+    ),
     "keyword of no template": (
         lambda t: ["--chat-template-kwargs", '{"enable_thinkin": true}'],
         "--chat-template-kwargs: the model's template does not read enable_thinkin",

@@ -272,7 +272,6 @@ def test_a_step_that_was_not_recorded_is_repeated_by_a_command(saved, resumed, t
     run.mkdir(exist_ok=True)
     flags = {
         "lr": 3e-4,
-        "total_epochs": 4,
         "total_steps": 90,
         "run_name": "a run",
         "resume": "auto",
@@ -286,7 +285,7 @@ def test_a_step_that_was_not_recorded_is_repeated_by_a_command(saved, resumed, t
         main(Args(run, step=3))
     args = parse_flags(grpo.Args, shlex.split(str(error.value).partition("grpo.py ")[2]))
     assert args.run.resume == ("never" if resumed is None else str(run / f"checkpoints/step_{resumed:06d}"))
-    assert (args.run.total_steps, args.run.total_epochs, args.lr) == (3, None, 3e-4)
+    assert (args.run.total_steps, args.lr) == (3, 3e-4)
     assert args.run.run_name == "a run-recorded" and args.run.record == "a run-recorded-steps"
 
 

@@ -154,9 +154,9 @@ def toy(tmp_path_factory) -> Path:
 def tools(tmp_path_factory) -> Path:
     """Its calculator raises an exception at every second expression, about."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "mine.py").write_text(CALCULATOR)
+    (folder / "mine.py").write_text(f"import lib.run.validation\nlib.run.validation.SHOWN = 12\n{CALCULATOR}")
     args = [*SMALL, *TOOLS, "--multi-turn.tools", f"{folder / 'mine.py'}:calculator", "--lr", "3e-4"]
-    args += ["--val-every", "2", "--val-temperature", "1", "--show-samples", "12", "--total-steps", "2"]
+    args += ["--val-every", "2", "--val-temperature", "1", "--total-steps", "2"]
     done = ran(fork("grpo", folder, *args, "--run-name", "tools"))
     (folder / "tools/printed.txt").write_text(done.stdout)
     return folder / "tools"

@@ -15,7 +15,7 @@ def add(a: int, b: int) -> int:
 
 
 own = {"base_url": os.environ["OPENAI_BASE_URL"], "streaming": len(sys.argv) > 1}
-model = ChatOpenAI(model="policy", temperature=0, **own)  # with --agent-ignore temperature
+model = ChatOpenAI(model="policy", temperature=0, **own)  # with --agent-kwargs ignore=temperature
 graph = create_react_agent(model, [add], prompt="You add.", checkpointer=InMemorySaver())
 thread = {"configurable": {"thread_id": "1"}}
 graph.invoke({"messages": json.load(sys.stdin)["prompt"]}, thread)
