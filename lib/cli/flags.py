@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
-from tyro.conf import OmitArgPrefixes, configure
 
 from lib import InputError, report_mistake
+from lib.cli.group import Group
 from lib.cli.process import end_at_ctrl_c, guard_output
 from lib.cli.secrets import secret_in
 from lib.cli.yaml_files import read_yaml, words_of
@@ -49,17 +49,6 @@ RANGES: dict[type, tuple[Callable, str]] = {
     Lt: (operator.lt, "below"),
 }
 LARGEST_INT = 2**31 - 1  # of a flag without an upper bound of its own
-
-
-@dataclass
-class Group:
-    """Flags without a prefix. `check` raises InputError for values that make no sense."""
-
-    def __init_subclass__(cls):
-        configure(OmitArgPrefixes)(cls)
-
-    def check(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

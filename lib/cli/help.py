@@ -14,7 +14,7 @@ import tyro
 from tyro.conf import Suppress, arg
 
 from lib import InputError, is_first_on_node
-from lib.cli.flags import Group
+from lib.cli.group import Group
 
 ALGORITHM = "algorithm"  # the group of a script's own flags
 OFTEN = {
