@@ -79,8 +79,18 @@ def default_name(script: str, seed: int) -> str:
 
 
 def _lock(folder: Path, flag: str, locks: ExitStack) -> None:
+    is_new = not folder.exists()
     lock = locks.enter_context(take_lock(folder, flag))
     locks.callback(lock.truncate, 0)  # before it is closed
+    if is_new:
+        locks.callback(_remove_unused, folder)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Removes the folder of a start that was refused: nothing but the lock is in it."""
+    if [path.name for path in folder.iterdir()] == [LOCK]:
+        (folder / LOCK).unlink()
+        folder.rmdir()
 
 
 def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStack) -> None:

@@ -163,9 +163,11 @@ def test_a_resumed_run_records_its_steps_again(recorded, tmp_path):
     before = files()
     (folder / "kept/step_000003/rank_0_of_1/manifest.json").unlink()
     shutil.copytree(folder / "kept/step_000003", folder / "kept/step_000009")
+    for step in (2, 3):
+        shutil.rmtree(folder / f"run/checkpoints/step_{step:06d}")
     args = [*SMALL, "--total-steps", "3", "--save-every", "1", "--keep-checkpoints", "0"]
-    args += ["--record", str(folder / "kept"), "--run-name", "run", "--resume"]
-    done = ran(fork("grpo", folder, *args, str(folder / "run/checkpoints/step_000001")))
+    args += ["--record", str(folder / "kept"), "--run-name", "run", "--resume", "auto"]
+    done = ran(fork("grpo", folder, *args))
     assert "kept: 3 step(s) after step 1 are deleted, to be recorded again" in done.stdout
     assert before == files() and len(before) == 6 and not (folder / "kept/step_000009").exists()
 

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import re
+import shutil
 import socket
 import threading
 import time
@@ -338,8 +339,8 @@ def test_grpo_with_async_episodes_and_a_resume(server, tmp_path):
     args += ["--adv-estimator", "gigpo"]
     ran(fork("grpo", tmp_path, *args, "--total-steps", "3", ranks=2))
     check_async_episodes(tmp_path / "run", [0, 1, 1])
-    saved = tmp_path / "run/checkpoints/step_000002"
-    ran(fork("grpo", tmp_path, *args, "--total-steps", "4", "--resume", str(saved)))
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000003")
+    ran(fork("grpo", tmp_path, *args, "--total-steps", "4", "--resume", "auto"))
     check_async_episodes(tmp_path / "run", [0, 1, 0, 1])  # at 3 all begin anew
 
 

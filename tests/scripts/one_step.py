@@ -64,6 +64,7 @@ class StubRollouts:
     """Gives every step its rows: each rank its groups."""
 
     loader = None
+    sampler = SimpleNamespace(batch_metrics=lambda batch: {})
 
     def __init__(self, args, steps: Iterator[list[list[Row]]]):
         self.group_size, self.steps, self.multi_turn = args.group_size, steps, args.multi_turn.enabled

@@ -42,7 +42,7 @@ def test_a_copy_beside_another_lib_is_started_with_a_flag_of_python(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/__init__.py").touch()
     assert "cannot import name 'args' from 'lib'" in start(script, "--help", PYTHONPATH=str(ROOT)).stderr
-    assert "--clip-ratio" in ran(start(script, "--help", options=("-P",), PYTHONPATH=str(ROOT))).stdout
+    assert "--group-size" in ran(start(script, "--help", options=("-P",), PYTHONPATH=str(ROOT))).stdout
 
 
 @pytest.mark.slow
