@@ -9,14 +9,15 @@ from pathlib import Path
 from tests.common import ROOT
 
 ORDER = ["setup", "run", "log", "reward", "sandbox", "rollout", "model", "data"]
-ORDER += ["distributed", "core_algos", "data_proto", "columns", "args", "sampling", "cli", "manifest", "seeds"]
+ORDER += ["distributed", "core_algos", "data_proto", "batch_file", "batch_values", "args", "declared", "columns"]
+ORDER += ["sampling", "cli", "manifest", "seeds"]
 """a room imports those behind it"""
 WINGS = ("agent", "planner")
 ABOVE = ("rewards", "tools", "data", "benchmarks", "tests")  # lib names scorers as text: lib/reward/scorers.py
 PRIVATE = {
     "torch.testing._internal.distributed.fake_pg": "lib/distributed/device.py",
     "torch.distributed._functional_collectives.all_to_all_single_autograd": "lib/distributed/collectives.py",
-    "torch._inductor.config": "lib/setup/start.py",
+    "torch._inductor.config": "lib/setup/ranks.py",
 }
 
 
