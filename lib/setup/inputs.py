@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
@@ -55,31 +54,19 @@ class Inputs:
 def load_inputs(args: ScriptArgs) -> Inputs:
     """Loads tokenizer, tools, data and scorers, and checks them against each other. Turns a
     --total-steps in epochs into steps. Raises InputError."""
-    model, data, reward, validation = args.model, args.data, args.reward, args.validation
-    trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    engine = args.rollout.engine
-    known = args.rollout.auto_engine or args.rollout.rollout_gpus  # that it imports; only engine ranks need vLLM
-    if not args.run.replay and (args.rollout.engine_args or not known):
-        check_engine_import(engine, args.rollout.engine_args)
-    for path in (model.model, args.critic_model, reward.reward_model):
-        local_copy(path or "", weights=False)  # here, as one rank alone estimates the memory of a step
-    for flag, path in {"--model": model.model, "--critic-model": args.critic_model}.items():
-        if path:
-            models.check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
-            models.check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
-    if model.routing_replay != "none":
-        models.check_routing_replay(model.model, **trust)
-    accept_sandbox(reward.sandbox_level)
-    tokenizer = models.load_tokenizer(model.model, **trust)
+    model, data = args.model, args.data
+    check_engine_and_models(args)
+    accept_sandbox(args.reward.sandbox_level)
+    tokenizer = models.load_tokenizer(model.model, trust_remote_code=model.trust_remote_code)
     set_chat_template(tokenizer, data.chat_template)
     vision = load_vision(model, data)
     check_read(args, vision=vision is not None)
     episodes = args.multi_turn.enabled or bool(args.rollout.agent)
     if not args.run.replay:
-        check_capabilities(engine, vision is not None, episodes, model.routing_replay == "R3")
-    template, multi_turn = parse_json("chat_template_kwargs", data.chat_template_kwargs), None
+        check_capabilities(args.rollout.engine, vision is not None, episodes, model.routing_replay == "R3")
     if args.rollout.agent and vision is not None:
         raise InputError(f"--agent takes text only, and --model {model.model} reads images: take a text model")
+    template, multi_turn, row_template = parse_json("chat_template_kwargs", data.chat_template_kwargs), None, None
     if not data.dataset_class:  # your own class may read others
         check_template_kwargs(tokenizer, template)
     if not tokenizer.chat_template and (episodes or vision is not None):
@@ -90,31 +77,78 @@ def load_inputs(args: ScriptArgs) -> Inputs:
 
         agent = load_agent(args.rollout, args.multi_turn.parser) if args.rollout.agent else None
         multi_turn = load_multi_turn(args.multi_turn, tokenizer, template, data.max_prompt_length, vision, agent)
+        row_template = multi_turn.row_template
         if multi_turn.schemas:
             template = template | {"tools": multi_turn.schemas}
-    load = partial(
-        load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset,
-        tokenizer=tokenizer,
-        max_prompt_length=data.max_prompt_length,
-        truncation="error" if data.overlong_prompts == "drop" else data.overlong_prompts,
-        filter_overlong_prompts=data.overlong_prompts == "drop",
-        chat_template_kwargs=template,
-        allow_special_tokens=data.allow_special_tokens,
-    )
+    train_data, val_data = load_data(args, tokenizer, template, vision, row_template)
+    if isinstance(epochs := args.run.total_steps, Epochs) and train_data is not None:
+        if data.train_weights:
+            why = "each source has epochs of its own: give a number of steps"
+            raise InputError(f"--total-steps {epochs}epochs with --train-weights: {why}")
+        args.run.total_steps = math.ceil(epochs * len(train_data) / args.prompts_per_step)
+        args.run.check_profile_steps()
+    trained = [train_data] if train_data is not None else []
+    scorers = load_all_scorers(args, trained, val_data)
+    exact = vision is None and not data.dataset_class and data.overlong_prompts == "drop"
+    if exact and tokenizer.chat_template:
+        check_template(tokenizer, template, trained + val_data, row_template)
+    return Inputs(tokenizer, vision, multi_turn, train_data, val_data, *scorers)
+
+
+def check_engine_and_models(args: ScriptArgs) -> None:
+    """Raises InputError for an engine that cannot be imported, and for models that cannot be split as asked."""
+    model, rollout, trust = args.model, args.rollout, {"trust_remote_code": args.model.trust_remote_code}
+    known = rollout.auto_engine or rollout.rollout_gpus  # that it imports; only engine ranks need vLLM
+    if not args.run.replay and (rollout.engine_args or not known):
+        check_engine_import(rollout.engine, rollout.engine_args)
+    for path in (model.model, args.critic_model, args.reward.reward_model):
+        local_copy(path or "", weights=False)  # here, as one rank alone estimates the memory of a step
+    for flag, path in {"--model": model.model, "--critic-model": args.critic_model}.items():
+        if path:
+            models.check_sequence_parallel(path, args.shard.sequence_parallel_size, flag=flag, **trust)
+            models.check_tensor_parallel(path, args.shard.tensor_parallel_size, flag=flag, **trust)
+    if model.routing_replay != "none":
+        models.check_routing_replay(model.model, **trust)
+
+
+def load_data(
+    args: ScriptArgs, tokenizer, template: dict, vision: Vision | None, row_template: Callable | None
+) -> tuple[PromptDataset | None, list[PromptDataset]]:
+    """(training data, one data set for each of ValidationArgs.sets), without what the run does not need."""
+    data, validation = args.data, args.validation
+    settings: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_prompt_length": data.max_prompt_length,
+        "truncation": "error" if data.overlong_prompts == "drop" else data.overlong_prompts,
+        "filter_overlong_prompts": data.overlong_prompts == "drop",
+        "chat_template_kwargs": template,
+        "allow_special_tokens": data.allow_special_tokens,
+    }
+    # your own class need not know of what a run does not use
     form = {"columns": columns_of(data.columns), "prompt_template": with_line_breaks(data.prompt_template)}
     form["system_prompt"] = data.system_prompt
-    load = partial(load, **{name: value for name, value in form.items() if name in args.given})
-    row_template = multi_turn.row_template if multi_turn is not None else None
-    # your own class need not know of what a run does not use
-    load = partial(load, vision=vision) if vision is not None else load
-    load = partial(load, row_template=row_template) if row_template else load
-    limits = (data.max_train_samples, validation.max_val_samples)
-    load_train, load_val = (partial(load, max_samples=n) if n else load for n in limits)
-    train_data = None if validation.val_only else load_train(list(data.train_files))
-    val_data = [load_val(list(val_set.files)) for val_set in validation.sets()] if validation.enabled else []
-    trained, validated = [train_data] if train_data is not None else [], val_data
+    settings |= {name: value for name, value in form.items() if name in args.given}
+    settings |= {"vision": vision} if vision is not None else {}
+    settings |= {"row_template": row_template} if row_template else {}
+    make = load_dataset_class(data.dataset_class) if data.dataset_class else RLHFDataset
+
+    def load(files: tuple[str, ...], max_samples: int | None) -> PromptDataset:
+        limit: dict[str, Any] = {"max_samples": max_samples} if max_samples else {}
+        return make(list(files), **settings, **limit)
+
+    train_data = None if validation.val_only else load(data.train_files, data.max_train_samples)
+    sets = validation.sets() if validation.enabled else []
+    return train_data, [load(val_set.files, validation.max_val_samples) for val_set in sets]
+
+
+def load_all_scorers(
+    args: ScriptArgs, trained: list, validated: list
+) -> tuple[list[Scorer], list[Scorer], list[Scorer]]:
+    """The scorers of training, of --val-reward and of --shadow-reward. Raises InputError for names of metrics that
+    validation does not have (--keep-best, --stop-when)."""
+    reward, validation = args.reward, args.validation
     if args.run.keep_best or args.run.stop_when:  # a data set of your own need not know its data sources
-        sets = zip(validation.sets(), val_data)
+        sets = zip(validation.sets(), validated)
         check_names(args.run, {source: n.samples for n, rows in sets for source in getattr(rows, "data_sources", ())})
     seen = next(filter(None, (getattr(rows, "with_images", None) for rows in [*trained, *validated])), None)
     if reward.reward_model and seen:
@@ -125,16 +159,7 @@ def load_inputs(args: ScriptArgs) -> Inputs:
     val_scorers = load_scorers(validation.val_reward, validated, kwargs)
     shadow_scorers = load_scorers(reward.shadow_reward, [*trained, *validated], kwargs)
     check_keywords([*scorers, *val_scorers, *shadow_scorers], kwargs)
-    if isinstance(epochs := args.run.total_steps, Epochs) and train_data is not None:
-        if data.train_weights:
-            why = "each source has epochs of its own: give a number of steps"
-            raise InputError(f"--total-steps {epochs}epochs with --train-weights: {why}")
-        args.run.total_steps = math.ceil(epochs * len(train_data) / args.prompts_per_step)
-        args.run.check_profile_steps()
-    exact = vision is None and not data.dataset_class and data.overlong_prompts == "drop"
-    if exact and tokenizer.chat_template:
-        check_template(tokenizer, template, trained + validated, row_template)
-    return Inputs(tokenizer, vision, multi_turn, train_data, val_data, scorers, val_scorers, shadow_scorers)
+    return scorers, val_scorers, shadow_scorers
 
 
 def check_template(
