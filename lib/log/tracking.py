@@ -6,6 +6,7 @@ null, and "nonfinite" has its key and value."""
 
 import json
 import math
+import re
 import shlex
 import sys
 import time
@@ -33,6 +34,7 @@ SPEED = {"perf/tokens_per_s": "{:,.0f} tok/s"}
 SPEED_OF_GPUS = {"perf/tokens_per_s_per_device": "{:,.0f} tok/s/GPU", "perf/mfu": "MFU {:.0%}"}
 TABLE_ROWS = 8  # of a tracker's table of samples
 VALIDATION_COLORS = [f"tab:{name}" for name in ("orange", "red", "purple", "brown", "pink", "gray")]
+SPECIAL = re.compile(r"<\|[^|>\s]*\|>")  # the marks of most chat templates
 PROMPT, RESPONSE, ERROR = 40, 60, 80  # characters of a sample's texts in the console
 SHOWN_LINES = 3  # names of images, and errors, of a sample in the console
 
@@ -193,7 +195,8 @@ class Tracker:
             print(f"samples of step {step} (score, prompt, response):")
         for number, row in enumerate(rows, 1):
             score = "none" if row["score"] is None else f"{row['score']:.3g}"
-            prompt, response = _short(row["prompt"], PROMPT), _short(row["response"], RESPONSE)
+            prompt = _short(SPECIAL.sub(" ", row["prompt"]), PROMPT)
+            response = _short(row["response"], RESPONSE)
             print(f"{score:>6}  {prompt:{PROMPT}}  {response}")
             if images := ", ".join((row.get("images") or [])[:SHOWN_LINES]):
                 print(f"images of sample {number}: {self.run_dir / 'images'}/{images}")

@@ -500,7 +500,8 @@ def test_memory_that_runs_out_is_told_with_its_stage_and_what_to_change(flags, s
     exits = []
     monkeypatch.setattr(lib.distributed.launch, "end_process", exits.append)
     monkeypatch.setattr(lib.distributed.launch.os, "_exit", exits.append)  # which a run sets back at its end
-    lib.distributed.run(main, flags_of(TOY_MODEL, *flags))
+    with pytest.raises(torch.OutOfMemoryError):  # as the process has not ended
+        lib.distributed.run(main, flags_of(TOY_MODEL, *flags))
     said = capfd.readouterr().err
     assert f"error: rank 0 in {stage}: CUDA out of memory. Tried to allocate 2.50 GiB; {advice}" in said
     assert exits == [1] and "Traceback" in said
