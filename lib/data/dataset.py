@@ -97,7 +97,7 @@ class RLHFDataset(Dataset):
         self.row_form = RowForm(columns or {}, prompt_template, system_prompt)
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.chat_template_kwargs = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
-        self.row_template = row_template or (lambda extra_info: ({}, ""))
+        self.row_template = row_template
         self.escape_special_tokens = None if allow_special_tokens else SpecialTokenEscaper(tokenizer)
 
         if not isinstance(data_files, list | tuple):
@@ -270,7 +270,7 @@ class RLHFDataset(Dataset):
         """(keywords of its template, note), by row_template."""
         extra_info = fields.get("extra_info", {})
         try:
-            return self.row_template(extra_info)
+            return self.row_template(extra_info) if self.row_template else ({}, "")
         except InputError as error:
             index = "" if (own := extra_info.get("index")) is None else f" (index {own})"
             raise InputError(f"{self._where(row)}{index}: {error}") from error
