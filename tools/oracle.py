@@ -355,7 +355,7 @@ def run_quietly(script: ModuleType, args: Any, end: type[Exception]) -> None:
     try:
         with (
             mock.patch("lib.log.tracking.Tracker.curve"),
-            mock.patch("lib.run.run.write_start"),  # it lists all installed packages
+            mock.patch("lib.run.opening.write_start"),  # it lists all installed packages
             mock.patch("atexit.register"),  # a tracker that is not closed would draw at the end
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.suppress(end),

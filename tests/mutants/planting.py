@@ -87,7 +87,7 @@ def run(script: str, folder: Path, *flags: str, stop: bool = True) -> Outcome:
         with (
             mock.patch.object(tracking.Tracker, "log", log_and_look),
             mock.patch.object(tracking.Tracker, "curve"),  # the seconds of a run go into drawing,
-            mock.patch("lib.run.run.write_start"),  # and into listing all installed packages
+            mock.patch("lib.run.opening.write_start"),  # and into listing all installed packages
             mock.patch("atexit.register"),  # a tracker that is not closed draws at the end of the process
             contextlib.redirect_stdout(printed),
         ):
