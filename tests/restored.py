@@ -123,7 +123,7 @@ def restore(before: State) -> list[str]:
         sys.modules[module.__name__] = module
 
     patched = []
-    for setter in _changed(before.torch, _torch()):
+    for setter in _changed(before.torch, _torch()) if before.torch else ():  # else the test has imported torch
         patched.append(f"torch.{setter}")
         getattr(sys.modules["torch"], setter)(before.torch[setter])
     for name, registry, copy in before.registries:

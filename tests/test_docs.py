@@ -179,7 +179,7 @@ def flags_of_programs() -> set[str]:
 
 
 RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
-RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in the table of docs/CHANGELOG.md
+RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in older configs
 RENAMED |= {"--export-dtype", "--show-samples", "--no-filter-overlong-prompts"}  # and of docs/defaults.md
 FORMER_SETTINGS = ("--loss-kwargs.", "--adv-kwargs.", "--token-masks.", "--rollout-correction.reject.")
 RENAMED |= {f"--{name.replace('_', '-')}" for name in read_yaml(OTHER_NAMES, "")["defaults.md"]}
