@@ -16,6 +16,7 @@ from annotated_types import Gt, Interval
 
 from lib import InputError
 from lib.columns import COLUMNS
+from lib.words import read_words
 
 # ---- types of hyper-parameters
 T = TypeVar("T")
@@ -130,19 +131,6 @@ def read_masks(words: Iterable[str]) -> dict[str, dict[str, Any]]:
     settings = {name: Setting(setting.type) for name, own in masks.items() for setting in own.values()}
     values = parsed("--token-masks", read_words("--token-masks", words), settings)
     return {name: dict.fromkeys(masks[name], value) for name, value in values.items()}
-
-
-def read_words(flag: str, words: Iterable[str]) -> dict[str, str]:
-    """{name: text} of words NAME=VALUE. Raises InputError for a word of another form, and for a name given twice."""
-    found: dict[str, str] = {}
-    for word in words:
-        name, _, text = word.partition("=")
-        if not (name and text):
-            raise InputError(f"{flag}: {word}: give NAME=VALUE")
-        if name in found:
-            raise InputError(f"{flag}: {name} is there twice")
-        found[name] = text
-    return found
 
 
 def parsed(what: str, texts: Mapping[str, str], settings: Mapping[str, Setting]) -> dict[str, Any]:

@@ -9,7 +9,17 @@ from pathlib import Path
 from tests.common import ROOT
 
 ORDER = ["setup", "run", "log", "reward", "sandbox", "rollout", "model", "data"]
-ORDER += ["distributed", "core_algos", "data_proto", "batch_file", "batch_values", "args", "declared", "columns"]
+ORDER += [
+    "distributed",
+    "core_algos",
+    "data_proto",
+    "batch_file",
+    "batch_values",
+    "args",
+    "declared",
+    "columns",
+    "words",
+]
 ORDER += ["sampling", "cli", "manifest", "seeds"]
 """a room imports those behind it"""
 WINGS = ("agent", "planner")

@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_type_hints
 
-from annotated_types import Ge, Gt, Interval, MinLen
+from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
 from lib.args.groups import check_scorers
-from lib.args.words import from_words, words
 from lib.cli.flags import Group, Names, OnResume, parse_json
 from lib.sampling import Sampling, Truncation
+from lib.words import from_words, words
 
 MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
 FILES, ROWS = Names.FILES, Names.ROWS
@@ -182,4 +182,4 @@ class ValidationArgs(Group):
 
 def columns_of(given: Iterable[str]) -> dict[str, str]:
     """{name: the rows' column} of --columns. Raises InputError."""
-    return words("--columns", given, dict.fromkeys(COLUMN_NAMES, Annotated[str, MinLen(1)]))
+    return words("--columns", given, dict.fromkeys(COLUMN_NAMES, str))

@@ -10,10 +10,10 @@ from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
 from lib.args.settings import SECONDS
-from lib.args.words import from_words
 from lib.cli.flags import Group, Names, OnReplay, OnResume, parse_json, with_line_breaks
 from lib.cli.user_code import load_object
 from lib.sampling import Sampling, Truncation
+from lib.words import from_words
 
 MAY_CHANGE, AS_RECORDED, FILES = OnResume.MAY_CHANGE, OnReplay.AS_RECORDED, Names.FILES
 PACKED = ("auto", "packed_sdpa", "varlen")  # attention that packs rows and shares prompts

@@ -252,12 +252,12 @@ def test_an_error_of_a_row_names_the_column_as_the_row_does(change, said, tmp_pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["question"], "--columns question: give NAME=VALUE, where NAME is one of prompt, answer, "),
-        (["promt=q"], "--columns promt=q: give NAME=VALUE, where NAME is one of prompt, answer, "),
-        (["=q"], "--columns =q: give NAME=VALUE"),
-        (["prompt="], "--columns prompt=: String should have at least 1 character"),
-        (["prompt=q", "prompt=q"], "--columns prompt=q: prompt is there twice: drop one"),
-        (["prompt=q", "answer=a", "prompt=r"], "--columns prompt=r: prompt is there twice: drop one"),
+        (["question"], "--columns: question: give NAME=VALUE"),
+        (["promt=q"], "--columns takes no promt, only prompt, answer, "),
+        (["=q"], "--columns: =q: give NAME=VALUE"),
+        (["prompt="], "--columns: prompt=: give NAME=VALUE"),
+        (["prompt=q", "prompt=q"], "--columns: prompt is there twice"),
+        (["prompt=q", "answer=a", "prompt=r"], "--columns: prompt is there twice"),
     ],
 )
 def test_columns_are_names_and_columns(words, said):

@@ -16,14 +16,22 @@ def from_words(flag: str, given: Iterable[str], kind: type[T]) -> T:
 def words(flag: str, given: Iterable[str], types: Mapping[str, Any]) -> dict[str, Any]:
     """{name: value} of words NAME=VALUE. types: {name: type, with its range, such as Annotated[int, Ge(1)]}; a tuple's
     items are separated by commas. Raises InputError, which begins with the flag."""
-    found: dict[str, Any] = {}
+    texts = read_words(flag, given)
+    if unknown := [name for name in texts if name not in types]:
+        raise InputError(f"{flag} takes no {unknown[0]}, only {', '.join(types)}")
+    return {name: value_of(f"{flag} {name}={text}", text, types[name]) for name, text in texts.items()}
+
+
+def read_words(flag: str, given: Iterable[str]) -> dict[str, str]:
+    """{name: text} of words NAME=VALUE. Raises InputError for a word of another form, and for a name given twice."""
+    found: dict[str, str] = {}
     for word in given:
-        name, equals, text = word.partition("=")
-        if name not in types or not equals:
-            raise InputError(f"{flag} {word[:100]}: give NAME=VALUE, where NAME is one of {', '.join(types)}")
+        name, _, text = word.partition("=")
+        if not (name and text):
+            raise InputError(f"{flag}: {word[:100]}: give NAME=VALUE")
         if name in found:
-            raise InputError(f"{flag} {word[:100]}: {name} is there twice: drop one")
-        found[name] = value_of(f"{flag} {word[:100]}", text, types[name])
+            raise InputError(f"{flag}: {name} is there twice")
+        found[name] = text
     return found
 
 
