@@ -19,7 +19,12 @@ from tools import export
 PAGES = [ROOT / f"docs/coming_from_{peer}.md" for peer in ("trl", "verl")]
 PYTHON = re.compile(r"^```python\n# (\w+\.py)(.*?)^```", re.M | re.S)
 EXPORT = re.compile(r"^python -m tools\.export runs/(\w+) (.+)$", re.M)
-SMALLER = {"1024": "8", "2048": "16", '{"overlong_buffer": 512}': '{"overlong_buffer": 8}'}
+SMALLER = {
+    "1024": "8",
+    "2048": "16",
+    "max_response_length=1024,2048": "max_response_length=8,16",
+    '{"overlong_buffer": 512}': '{"overlong_buffer": 8}',
+}
 OF_VLLM = ("--gpu-memory-utilization", "--rollout-tensor-parallel-size")  # hf samples here
 
 

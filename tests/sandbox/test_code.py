@@ -917,8 +917,15 @@ def test_ordinary_programs_run(name, level):
 # ---- many at once, and what goes wrong around it ----
 
 
-def test_many_at_once():
+def test_many_at_once(monkeypatch):
     """Threads and forked processes share a zygote; hostile programs among them cost the others nothing."""
+    lock, parse = threading.Lock(), ast.parse
+
+    def parse_alone(*args, **kwargs):
+        with lock:
+            return parse(*args, **kwargs)
+
+    monkeypatch.setattr(ast, "parse", parse_alone)  # Python 3.11's may raise SystemError in threads (gh-106905)
     programs = [RIGHT, HOSTILE["memory bomb"], RIGHT, HOSTILE["kill everything"], RIGHT, HOSTILE["fork bomb"]] * 2
     expected = [float(program is RIGHT) for program in programs]
 
@@ -1051,7 +1058,7 @@ class Rows:
 def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
     """What they accept is what their reward workers and tools then read in the environment."""
     source = (ROOT / "lib/setup/inputs.py").read_text()
-    assert "accept_sandbox(reward.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
+    assert "accept_sandbox(args.reward.sandbox_level)\n    tokenizer" in source  # before tools and scorers are loaded
     monkeypatch.setenv(client.ACCEPTED, "namespaces")
     client.accept("rlimits")
     child = "import os; from lib.sandbox import client; print(os.environ[client.ACCEPTED])"
