@@ -7,6 +7,7 @@ with an annotation are its hyper-parameters: the annotation is the range.
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from math import inf
 from pathlib import Path
@@ -144,6 +145,7 @@ def parsed(what: str, texts: Mapping[str, str], settings: Mapping[str, Setting])
     return {name: _value(f"{what}: {name}={text}", text, settings[name].type) for name, text in texts.items()}
 
 
+@cache  # the loss asks in each micro-batch
 def _value(what: str, text: str, type: Any) -> Any:
     from pydantic import TypeAdapter, ValidationError  # takes 0.2 s, which --help does not need
 

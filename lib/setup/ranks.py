@@ -11,12 +11,7 @@ from lib import InputError
 from lib import model as models
 from lib.args import ScriptArgs
 from lib.cli.flags import check_flags
-from lib.distributed import (
-    World,
-    accelerator,
-    has_flash_attention,
-    init_distributed,
-)
+from lib.distributed import World, accelerator, has_flash_attention, init_distributed
 from lib.rollout import vllm_refuses
 from lib.run.run_config import describe_start, read_json
 from lib.seeds import set_seed
