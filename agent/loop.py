@@ -31,7 +31,7 @@ from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_r
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states, row_limits
 
 if TYPE_CHECKING:
-    from lib.rollout.server_engine import ServerEngine
+    from servers.engine import ServerEngine
 
 PATIENCE_S = 0.005  # how long to wait for one more request before a long step
 LOOP_TURNS = 10  # turns of the event loop between two steps: about what a tool call takes

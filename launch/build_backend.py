@@ -15,7 +15,7 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("lib", "agent", "planner", "rewards", "tools", "launch", "data")
+FOLDERS = ("lib", "agent", "servers", "planner", "rewards", "tools", "launch", "data")
 FILES = (
     "grpo.py",
     "ppo.py",

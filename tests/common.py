@@ -544,9 +544,9 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]
     command += ["--max-model-len", str(max_length), "--kv-cache-memory-bytes", str(1 << 28)]
     command += ["--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
-    command += ["--worker-extension-cls", "lib.rollout.vllm_weights.WorkerExtension"]
+    command += ["--worker-extension-cls", "servers.worker.WorkerExtension"]
     command += ["--weight-transfer-config", json.dumps({"backend": "broadcast"})]
-    command += ["--middleware", "lib.rollout.vllm_batches.Batches", *more]
+    command += ["--middleware", "servers.batches.Batches", *more]
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launched}
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -561,7 +561,7 @@ def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subpro
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.3)
         with pytest.MonkeyPatch.context() as patch:  # engines of the tests share it with runs
-            patch.setattr("lib.rollout.server_engine.LEASE_S", 0.0)
+            patch.setattr("servers.engine.LEASE_S", 0.0)
             yield url, process
     finally:
         process.terminate()  # it ends its engine's process too, which a kill leaves behind

@@ -18,6 +18,7 @@ settings.load_profile("busy machine")
 
 
 FIRST = (
+    "servers",
     "rollout",
     "scripts",
     "distributed",

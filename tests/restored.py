@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-OURS = {"lib", "agent", "planner", "rewards", "tools", "benchmarks", "grpo", "ppo", "remax", "dapo"}
+OURS = {"lib", "agent", "servers", "planner", "rewards", "tools", "benchmarks", "grpo", "ppo", "remax", "dapo"}
 LIBRARIES = {
     *("os", "time", "subprocess", "socket", "threading", "fcntl", "psutil", "builtins", "tyro._parsers"),
     *("torch", "torch.cuda", "torch.accelerator", "torch.nn.functional", "torch.multiprocessing"),

@@ -69,7 +69,7 @@ def test_code_reads_columns_of_the_table():
     of_batch = re.compile(r'\b(?:batch|non_tensor_batch|micro|t)(?:\.get\(|\[)"(\w+)"')
     others = {"rank", "scores", "ratio"}  # of packing's exchange, a reward model's answers, the samples
     scripts = [ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")]
-    files = [*scripts, *(p for room in ("lib", "agent", "planner") for p in (ROOT / room).rglob("*.py"))]
+    files = [*scripts, *(p for room in ("lib", "agent", "servers", "planner") for p in (ROOT / room).rglob("*.py"))]
     for file in files:
         text = file.read_text().replace("rows", "t") if file in scripts else file.read_text()
         unknown = {*of_batch.findall(text)} - {*COLUMNS} - others

@@ -18,7 +18,7 @@ from lib.cli.yaml_files import read_yaml
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCS = [*PAGES, *sorted((ROOT / "docs/recipes").glob("*.md"))]
-DOCS += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
+DOCS += [ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 SCRIPT_OF = (
@@ -197,7 +197,9 @@ def test_flags_that_the_code_names_exist():
     """In help, errors and comments."""
     ours = {flag for script in SCRIPTS for flag in flags_of(script)}
     paths = [ROOT / f"{script}.py" for script in SCRIPTS]
-    paths += [path for room in ("lib", "agent", "planner", "rewards") for path in (ROOT / room).rglob("*.py")]
+    paths += [
+        path for room in ("lib", "agent", "servers", "planner", "rewards") for path in (ROOT / room).rglob("*.py")
+    ]
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
     named = {name for line in lines for name in FLAG.findall(line)}
     assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
@@ -218,7 +220,7 @@ def test_servers_are_started_on_an_address():
         ROOT / "README.md",
         *(
             path
-            for room in ("docs", "lib", "agent", "planner", "rewards", "launch")
+            for room in ("docs", "lib", "agent", "servers", "planner", "rewards", "launch")
             for path in (ROOT / room).rglob("*")
         ),
     ]
@@ -229,17 +231,17 @@ def test_servers_are_started_on_an_address():
 
 
 def test_modules_that_commands_name_exist():
-    """Of ours: python -m tools.memory, --worker-extension-cls lib.rollout.vllm_weights.WorkerExtension."""
+    """Of ours: python -m tools.memory, --worker-extension-cls servers.worker.WorkerExtension."""
     paths = [ROOT / "README.md", ROOT / "Makefile"]
     paths += [
         path
-        for room in ("docs", "lib", "agent", "planner", "tools", "benchmarks", "launch")
+        for room in ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks", "launch")
         for path in (ROOT / room).rglob("*")
     ]
     texts = [path.read_text() for path in paths if path.suffix in (".md", ".py", ".sh", "") and path.is_file()]
-    ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|tools|data|benchmarks)(?:\.[a-z_]\w*)+)")
+    ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|servers|tools|data|benchmarks)(?:\.[a-z_]\w*)+)")
     named = {module for text in texts for module in ours.findall(text)}
-    assert {"tools.memory", "tools.page", "lib.rollout.vllm_weights"} <= named
+    assert {"tools.memory", "tools.page", "servers.worker"} <= named
     assert [module for module in named if importlib.util.find_spec(module) is None] == []
 
 
@@ -313,7 +315,7 @@ def test_the_line_counts_of_the_readme_are_those_of_the_tree():
     lines = {path: len(path.read_text().splitlines()) for path in [ROOT / f"{script}.py" for script in SCRIPTS]}
     lines |= {
         p: len(p.read_text().splitlines())
-        for room in ("lib", "agent", "planner", "rewards", "tools")
+        for room in ("lib", "agent", "servers", "planner", "rewards", "tools")
         for p in (ROOT / room).rglob("*.py")
     }
     [package] = re.findall(r"[\d,]+", rows["Python lines of the whole package"])

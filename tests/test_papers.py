@@ -11,7 +11,7 @@ PAPER = re.compile(r"\b[12]\d{3}\.\d{5}\b")
 PAGE = (ROOT / "docs/papers.md").read_text()
 CODE = [
     *(ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")),
-    *(p for room in ("lib", "agent", "planner") for p in (ROOT / room).rglob("*.py")),
+    *(p for room in ("lib", "agent", "servers", "planner") for p in (ROOT / room).rglob("*.py")),
 ]
 
 

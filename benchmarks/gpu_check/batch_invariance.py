@@ -33,7 +33,7 @@ def invariance(options: Options, device: torch.device) -> Iterator[dict]:
     model = sharded(random_model(shape(options, "qwen2.5-0.5b"), device))
     with TemporaryDirectory() as folder:
         settings = {"max_length": 96, "dtype": torch.bfloat16, "gpu_memory": 0.3}
-        settings["vllm_kwargs"] = {"enforce_eager": True}  # no minute of compilation
+        settings["more"] = {"enforce_eager": True}  # no minute of compilation
         made = make_engine("vllm", model, tokenizer, folder=Path(folder, "engine"), **settings)
         made.stop_ids = []
         sync_weights(made, model, 0, tolerance=TOLERANCE)

@@ -15,13 +15,13 @@ class Claim(NamedTuple):
 CLAIMS = {
     "G1": Claim(
         "a vLLM server completes requests from the model's generation config",
-        "no server starts here; tests/rollout/test_server_engine.py",
+        "no server starts here; tests/servers/test_server_engine.py",
     ),
     "G2": Claim("7B with the default flags does not fit 8 x 80 GB"),
     "G3": Claim("bf16 weights merged with LoRA lose small updates"),
     "G4": Claim(
         "a server that fails while a group is made hangs rank 0",
-        "no server starts here; tests/rollout/test_server_engine.py",
+        "no server starts here; tests/servers/test_server_engine.py",
     ),
     "G5": Claim("groups of a mesh do not take --stage-timeout by themselves (they are given it)"),
     "G6": Claim("windows with grouped heads are slow in packed_sdpa"),

@@ -30,7 +30,7 @@ NAMED = {  # pages that are not called as their file in docs/
     "contents.md": ROOT / "docs/index.md",
     "first_run.md": ROOT / "docs/first_run.ipynb",
     "reading_a_run.md": ROOT / "docs/reading_a_run.ipynb",
-    "CONTRIBUTING.md": ROOT / "CONTRIBUTING.md",
+    "CONTRIBUTING.md": ROOT / ".github/CONTRIBUTING.md",
 }
 PAGE_OF = {file: page for page, file in NAMED.items()}
 OF_CODE = "---\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n"

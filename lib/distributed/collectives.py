@@ -1,11 +1,9 @@
 """Collectives, and process groups besides the default one."""
 
 import pickle
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,32 +14,6 @@ from lib.distributed.device import device_setter, single_rank_backend
 from lib.distributed.launch import collective_timeout
 
 BUCKET_BYTES = 256 << 20  # of a broadcast of weights to servers; a larger tensor goes alone
-
-
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the network through which it reaches `host`. Raises OSError."""
-    with socket.create_connection((host, port)) as s:
-        return s.getsockname()[0]
-
-
-def join_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float, address: str) -> Any:
-    """A process group with processes other than the trainer's ranks: gloo on a CPU, listening on `address`, else NCCL.
-    Blocks until all have joined. With gloo, this and its operations raise RuntimeError after `timeout_s`."""
-    timeout = timedelta(seconds=timeout_s)
-    options: Any  # much of these classes is missing in torch's stubs
-    group: Any
-    if device.type == "cpu":
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._timeout = [dist.ProcessGroupGloo.create_device(hostname=address)], timeout
-        group = dist.ProcessGroupGloo(store, rank, size, options)
-    else:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 4 * timeout  # at which NCCL's watchdog ends the process: the caller gives up before
-        group = dist.ProcessGroupNCCL(store, rank, size, options)
-    hello = torch.zeros(1, device=device)
-    group.broadcast(hello, 0).wait()
-    hello.item()  # NCCL connects in its first collective, which ends here
-    return group
 
 
 def in_thread(call: Callable[[], Any]) -> Future:

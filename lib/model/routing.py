@@ -7,8 +7,6 @@ experts are recorded ones: R2, of the pass that computes old_log_probs (arXiv 25
 
 The router's `topk` over the experts is replaced; scores, groups and normalization are each family's own code."""
 
-import base64
-import io
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -110,11 +108,6 @@ def without_routes(batch: DataProto) -> DataProto:
     if ROUTES not in batch.non_tensor_batch:
         return batch
     return batch.select(non_tensor_batch_keys=[name for name in batch.non_tensor_batch if name != ROUTES])
-
-
-def unpack_routes(text: str) -> torch.Tensor:
-    """(tokens, all layers, k) int16, from the .npy file in base64 that vLLM's servers send."""
-    return torch.from_numpy(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False).astype(np.int16))
 
 
 def extended_routes(known: torch.Tensor | None, new: torch.Tensor | None, start: int = 0) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """The interface of a rollout engine, and what engines share: seeds, and the batch that they return.
 
 `hf` samples with the trainer's own model, `vllm` is an engine in this process: both are a
-SteppedEngine. `http://host:port` is a vLLM server (server_engine.py). A user's class inherits
+SteppedEngine. `http://host:port` is a vLLM server (servers/engine.py). A user's class inherits
 RolloutEngine. The rest of lib/ asks an engine what it can do, not which one it is.
 
 Tokens in, tokens out: prompts are `raw_prompt_ids`, with one placeholder for each image, and
@@ -47,7 +47,7 @@ class Generated:
 
 @dataclass(eq=False)
 class Response:
-    """A response in flight (server_engine.py)."""
+    """A response in flight (servers/engine.py)."""
 
     seed: int
     row: Generated  # what has been sampled of it before the last sync of weights

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import compress
-from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     PreTrainedConfig,
@@ -25,21 +25,16 @@ from lib.args import Sizes
 from lib.cli.user_code import load_object
 from lib.data import ROW, balance_groups, equal_widths, exchange_groups
 from lib.data_proto import DataProto
-from lib.distributed import Metric, World, timed
+from lib.distributed import Max, Mean, Metric, World, timed
 from lib.model import Policy
 from lib.model.routing import ROUTES
-from lib.rollout.async_rollouts import AsyncRollouts, Order, gather_groups, own_groups, staleness_metrics
 from lib.rollout.engine import Generated, RolloutEngine, SteppedEngine, add_responses, request_seeds
 from lib.rollout.replay import NoRecorder
 from lib.rollout.weight_sync import image_probe, sync_weights
 from lib.sampling import Sampling
 
-if TYPE_CHECKING:
-    from lib.rollout.managed_servers import ManagedServers
-    from lib.rollout.server_engine import ServerEngine
-
 ENGINES: dict[str, str] = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.rollout.vllm_engine:VLLMEngine"}
-ENGINES["://"] = "lib.rollout.server_engine:ServerEngine"  # for any URL
+ENGINES["://"] = "servers.engine:ServerEngine"  # for any URL
 Prefixes = Sequence[Sequence[int]] | None
 AGAIN = 40  # bits: a response that a step asks for again has the seed of a step 2**16 later
 
@@ -49,37 +44,23 @@ def make_engine(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    folder: Path,
     max_length: int,
-    dtype: torch.dtype,
-    gpu_memory: float,
-    ranks: int = 1,
-    rows: int = 256,
     processor: ProcessorMixin | None = None,
-    max_images: int = 0,
-    vllm_kwargs: Mapping[str, Any] | None = None,
     returns_routes: bool = False,
-    own: "ManagedServers | None" = None,
+    **settings: Any,
 ) -> RolloutEngine:
-    """The engine called `name` (engine_class; several URLs have commas between). folder: of its files; it need not
-    exist. max_length: tokens of prompt and response. dtype: that the trainer computes in. gpu_memory: share of the GPU
-    for the engine. ranks: how many neighbouring ranks share one. rows: that a vLLM engine samples at a time.
-    processor: of a vision model. max_images: of a prompt. vllm_kwargs: settings, `more` for the engine.
-    returns_routes: whether rollouts have the column routed_experts. own: what "vllm" means."""
+    """The engine called `name` (engine_class; several URLs have commas between). max_length: tokens of prompt and
+    response. processor: of a vision model. returns_routes: whether rollouts have the column routed_experts.
+
+    settings: for the engine. folder: of its files; it need not exist. dtype: that the trainer computes in. gpu_memory:
+    share of the GPU for the engine. ranks: how many neighbouring ranks share one. rows: that a vLLM engine samples at a
+    time. max_images: of a prompt. more: --vllm-kwargs. own: the job's servers, in place of those at a URL."""
     probe = None if processor is None else image_probe(processor, tokenizer, model)
     if probe is not None:
         max_length = max(max_length, len(probe.media.ids) + 1)  # it also samples a token
-    settings: dict[str, Any] = {"folder": folder, "max_length": max_length, "dtype": dtype, "gpu_memory": gpu_memory}
-    settings |= {"ranks": ranks, "rows": rows, "more": vllm_kwargs or {}}
-    settings |= {"processor": processor, "max_images": max_images}
-    if own is not None:
-        from lib.rollout.managed_servers import order_servers
-
-        order_servers(own, model, tokenizer, **settings)
-        name = ",".join(own.urls())
-    make = engine_class(name)
-    of_url = "://" in name
-    engine = make(name, model, tokenizer, **settings, own=own) if of_url else make(model, tokenizer, **settings)
+    if "://" in name:
+        settings["urls"] = name
+    engine = engine_class(name)(model, tokenizer, max_length=max_length, processor=processor, **settings)
     engine.image_probe = probe
     if returns_routes:
         engine.route_layers = model.route_layers
@@ -155,6 +136,18 @@ def add_origin(batch: DataProto, version: int, level: int) -> DataProto:
     return batch
 
 
+def gather_groups(batch: DataProto, group_size: int) -> DataProto:
+    """The groups of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
+    size = dist.get_world_size()
+    by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
+    return batch.all_gather()[by_number]
+
+
+def own_groups(whole: DataProto, group_size: int) -> np.ndarray:
+    """(groups, group_size): this rank's groups, as indices of the rows that gather_groups returns."""
+    return np.arange(len(whole)).reshape(-1, group_size)[dist.get_rank() :: dist.get_world_size()]
+
+
 def group_size_of(batch: DataProto) -> int:
     """Rows of each uid. Raises InputError unless they are adjacent, and equally many."""
     uids = batch.non_tensor_batch["uid"]
@@ -177,31 +170,17 @@ class Rollouts:
     world: World
     sizes: Sizes
     seed: int
-    steps: range  # still to come
     async_level: int
-    async_order: Order
     sync_tolerance: float  # nats, see sync_weights
     max_mismatch: float  # nats of k3
     recorder: NoRecorder
-    refills: bool = False  # whether a step may take several batches of prompts
+    replays_any_order: bool = False  # whether the prompts of a step are known from its record alone
+    async_rollouts: Any = None  # the servers.AsyncRollouts of such a run, which get their groups from begin_groups
     version: int = 0  # of the engine's weights: the steps that had trained them
     _prompts: Iterator | None = None
-    _async: AsyncRollouts | None = None
     _taken: int = 0  # prompts of this step, on all ranks
     _asked: Counter = field(default_factory=Counter)  # {(uid, sampling): how often the step has asked for it}
     _begun: tuple[int, Callable[[], DataProto]] | None = None  # group size of the last prompts(), and their responses
-
-    def __post_init__(self):
-        if self.async_level and not self.recorder.replays:
-            assert self.engine.asynchronous
-            engine, sizes = cast("ServerEngine", self.engine), self.sizes
-            shape: dict[str, Any] = {"groups": sizes.local_prompts, "group_size": sizes.group_size}
-            shape |= {"level": self.async_level, "order": self.async_order, "last_started": self.steps.start - 1}
-            shape["last"] = None if self.refills else self.steps.stop - 1
-            self._async = AsyncRollouts(engine, self.sampler, sampling=self.sampling, begin=self._begin, **shape)
-        # the prompts of such a step are known from the record alone
-        any_order = self.async_order == "finished" or (self.loader is not None and self.loader.needs_scores)
-        self._replays_any_order = bool(self.async_level) and self.recorder.replays and any_order
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
@@ -223,14 +202,14 @@ class Rollouts:
         """This rank's next prompts. A step may take several times. An asynchronous run has begun their groups in
         earlier steps, and waits for them here."""
         assert self._begun is None, "rollouts.generate takes the prompts before others are taken"
-        if self._async is not None:
-            rows, responses = self._async.take()
+        if self.async_rollouts is not None:
+            rows, responses = self.async_rollouts.take()
             collect = partial(self.sampler.collect, rows, self.sampling, responses)
-            self._begun = self._async.group_size, partial(self.recorder.rollout, rows, collect)
-            return rows[:: self._async.group_size]
+            self._begun = self.async_rollouts.group_size, partial(self.recorder.rollout, rows, collect)
+            return rows[:: self.async_rollouts.group_size]
         prompts = self._next_prompts(self.version + 1, self._taken)
         self._taken += self.sizes.local_prompts * self.world.size
-        if self._replays_any_order:
+        if self.replays_any_order:
             size = self.sizes.group_size
             batch = self.recorder.rollout(prompts.repeat(size, interleave=True), DataProto, any_order=True)
             self._begun = size, lambda: batch
@@ -303,8 +282,8 @@ class Rollouts:
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
         """The sampler's of the batch, epochs done, and the staleness of an asynchronous run's tokens. A collective."""
         position = 0 if self.loader is None else self.loader.position
-        if self._async is not None:
-            position -= len(self._async.in_flight) * self.world.size
+        if self.async_rollouts is not None:
+            position -= len(self.async_rollouts.in_flight) * self.world.size
         metrics: dict[str, Metric] = self.sampler.batch_metrics(batch)
         metrics |= {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
         metrics |= self.engine.metrics()
@@ -318,15 +297,15 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """A collective if rollouts are asynchronous."""
         state = {} if self.loader is None else self.loader.state_dict()
-        return state if self._async is None else state | self._async.state_dict()
+        return state if self.async_rollouts is None else state | self.async_rollouts.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.recorder.replays and "in_flight" in state:  # the record has them, from the next step on
             state["position"] -= len(state["in_flight"]) // self.sizes.group_size
         if self.loader is not None:  # there is none with --val-only
             self.loader.load_state_dict(state)
-        if self._async is not None:
-            self._async.load_state_dict(state)
+        if self.async_rollouts is not None:
+            self.async_rollouts.load_state_dict(state)
         elif "in_flight" in state and not self.recorder.replays:
             what = f"the checkpoint has {len(state['in_flight'])} in-flight responses"
             raise InputError(f"resume: {what}, which would be lost without --async-level: set it as before")
@@ -364,7 +343,7 @@ class Rollouts:
         prompts.non_tensor_batch["uid"] = np.array([f"{step}-{n}" for n in numbers], dtype=object)
         return prompts
 
-    def _begin(self, number: int) -> tuple[DataProto, list[int]]:
+    def begin_groups(self, number: int) -> tuple[DataProto, list[int]]:
         """(rows, seeds) of the groups of batch `number`, for AsyncRollouts."""
         prompts, n = self._next_prompts(number, 0), self.sizes.group_size
         rows = [row * n + sample for row in prompt_numbers(prompts) for sample in range(n)]
@@ -378,6 +357,15 @@ class Rollouts:
             self._asked[uid, sampling] += 1
             rows += [number * n + sample + again for sample in range(n)]
         return request_seeds(self.seed, self.version + 1, rows)
+
+
+def staleness_metrics(weight_versions: torch.Tensor, version: int) -> dict[str, Metric]:
+    """weight_versions (B, T): of ServerEngine.collect, -1 where no token was sampled. version: that of the weights at
+    the start of the step."""
+    sampled = weight_versions >= 0
+    stale = (version - weight_versions) * sampled
+    oldest = int(stale.max()) if len(stale) else 0
+    return {"async/staleness_mean": Mean(stale.sum().item(), int(sampled.sum())), "async/staleness_max": Max(oldest)}
 
 
 def prompt_numbers(prompts: DataProto) -> list[int]:

@@ -67,7 +67,7 @@ def describe_start(args: DataclassInstance, script: Path, trains: bool) -> dict[
 
 def _loaded_code() -> Iterator[tuple[str, Path]]:
     """(name, file) of plainrl's code, and of imported modules that are neither packages nor Python's."""
-    folders = [ROOT / name for name in ("lib", "agent", "planner", "rewards")]
+    folders = [ROOT / name for name in ("lib", "agent", "servers", "planner", "rewards")]
     code = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     yield from ((str(file.relative_to(ROOT)), file) for file in code)
     for name, module in sorted(sys.modules.items()):

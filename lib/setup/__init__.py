@@ -1,5 +1,5 @@
 """From flags to what a run needs, by stage. A script's set-up calls these; only this package knows the
-wings (agent/, planner/), and imports them inside the function that a flag asks for."""
+wings (agent/, servers/, planner/), and imports them inside the function that a flag asks for."""
 # ruff: noqa: F401
 
 from lib.setup.inputs import Inputs, check_template, load_inputs, load_vision

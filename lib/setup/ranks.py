@@ -48,7 +48,7 @@ def join(args: ScriptArgs) -> World:
             print(f"--rollout-engine auto: {rollout.engine}, {why}", flush=True)
         check_flags(args)  # with this engine
     if world.rank >= world.size:
-        from lib.rollout.managed_servers import serve
+        from servers.managed import serve
 
         serve(world, rollout.rollout_tensor_parallel_size)
     return world

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,19 +21,21 @@ from lib.setup.models import ModelFactory, use_cores
 def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
     """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
-    own, limits = None, [val_set.max_response_length or 0 for val_set in args.validation.sets()]
+    limits = [val_set.max_response_length or 0 for val_set in args.validation.sets()]
     longest = max(rollout.max_response_length, *limits) if args.validation.enabled else rollout.max_response_length
     row = data.max_prompt_length + longest
+    name, own = "hf" if run.recorder.replays else rollout.engine, {}
     if rollout.rollout_gpus and not run.recorder.replays:
-        from lib.rollout.managed_servers import ManagedServers
+        from servers.managed import ManagedServers
 
         servers = rollout.rollout_gpus // rollout.rollout_tensor_parallel_size
-        own = ManagedServers(servers, start_s=0.9 * args.run.stage_timeout)  # before this rank's own limit
+        limit_s = 0.9 * args.run.stage_timeout  # before this rank's own limit
+        name, own = "own://", {"own": ManagedServers(servers, start_s=limit_s)}
     vllm_kwargs = rollout.engine_args
     if args.model.routing_replay == "R3" and rollout.starts_vllm:
         vllm_kwargs["enable_return_routed_experts"] = True
     engine = make_engine(
-        "hf" if run.recorder.replays else rollout.engine,
+        name,
         actor.module,
         inputs.tokenizer,
         processor=inputs.vision and inputs.vision.processor,
@@ -43,9 +46,9 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         gpu_memory=rollout.gpu_share,
         ranks=rollout.rollout_tensor_parallel_size,
         rows=engine_rows(args, world.size),
-        vllm_kwargs=vllm_kwargs,
+        more=vllm_kwargs,
         returns_routes=args.model.routing_replay == "R3",
-        own=own,
+        **own,
     )
     use_cores(args.shard, world.device)
     sampler = engine
@@ -69,7 +72,9 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
             share=share,
             weights=data.train_weights,
         )
-    return Rollouts(
+    level, order, replays = rollout.async_level, rollout.async_order, run.recorder.replays
+    any_order = order == "finished" or (loader is not None and loader.needs_scores)
+    rollouts = Rollouts(
         engine,
         sampler,
         loader,
@@ -77,15 +82,23 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         world=world,
         sizes=sizes,
         seed=args.run.seed,
-        steps=range(run.step + 1, args.run.total_steps + 1),
-        async_level=rollout.async_level,
-        async_order=rollout.async_order,
+        async_level=level,
         # nats; bf16 engines differ by 0.03. For a quantized one the limit is that of the mismatch
         sync_tolerance=math.inf if rollout.quantization else 1e-3 if dtype == torch.float32 else 0.25,
         max_mismatch=rollout.mismatch_limit,
         recorder=run.recorder,
-        refills=args.max_gen_batches > 0,
+        replays_any_order=level > 0 and replays and any_order,
     )
+    if level and not replays:
+        from servers.async_rollouts import AsyncRollouts
+
+        assert engine.asynchronous
+        settings: dict[str, Any] = {"engine": engine, "sampler": sampler, "begin": rollouts.begin_groups}
+        settings |= {"sampling": rollouts.sampling, "level": level, "order": order}
+        settings |= {"groups": sizes.local_prompts, "group_size": sizes.group_size, "last_started": run.step}
+        settings["last"] = None if args.max_gen_batches else args.run.total_steps  # a step may take several batches
+        rollouts.async_rollouts = AsyncRollouts(**settings)
+    return rollouts
 
 
 def make_rewards_and_validation(

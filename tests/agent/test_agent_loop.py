@@ -40,7 +40,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Mean, World, init_distributed, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, make_engine, request_seeds, sync_weights
-from lib.rollout.server_engine import ServerEngine
+from servers.engine import ServerEngine
 from tests.common import TOY_MODEL, run_ranks, save_tiny
 
 TEMPLATE = """\

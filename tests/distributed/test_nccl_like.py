@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.distributed import enter_stage, in_thread, init_distributed, join_group
+from lib.distributed import enter_stage, in_thread, init_distributed
+from servers.group import join_group
 from tests.distributed.nccl_like import NcclLike, Options, end_all
 from tests.distributed.test_waits import WAIT_S, exit_code, start_ranks, store  # noqa: F401  two fixtures
 

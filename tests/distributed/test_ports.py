@@ -1,6 +1,6 @@
 """What listens where, on a machine whose name leads to a network: a network namespace with an address beside loopback.
 
-docs/security.md says it in a table. Ranks of one node and servers of their own: tests/rollout/test_managed_servers.py.
+docs/security.md says it in a table. Ranks of one node and servers of their own: tests/servers/test_managed_servers.py.
 """
 
 import ipaddress

@@ -49,7 +49,7 @@ def note(kind: str, what: str, source: torch.Tensor | None = None) -> None:
     while frame is not None and place == "outside":
         file = Path(frame.f_code.co_filename)
         if (
-            file.parent == ROOT or {ROOT / room for room in ("lib", "agent", "planner")} & {*file.parents}
+            file.parent == ROOT or {ROOT / room for room in ("lib", "agent", "servers", "planner")} & {*file.parents}
         ) and file.name not in CALLED:
             name = frame.f_code.co_qualname.partition(".<locals>")[0].rpartition(".")[2]
             place = f"{file.relative_to(ROOT)} {name}"

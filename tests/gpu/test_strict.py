@@ -23,10 +23,10 @@ from lib.log.rollouts import add_outputs
 from lib.model import load_tokenizer, micro_batches
 from lib.model.log_probs import ROW_TOLERANCE
 from lib.rollout.hf_engine import HFEngine
-from lib.rollout.server_weights import _buckets
 from lib.rollout.weight_sync import CheckedStream, weight_checksum
 from lib.run.checkpoint import load_checkpoint, save_checkpoint
 from lib.run.export import export_hf
+from servers.weights import _buckets
 from tests.common import MROPE, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch
 from tests.gpu import strict
 from tests.gpu.strict import events, on_gpu, waits

@@ -32,9 +32,9 @@ from lib.distributed import full_tensor, make_mesh, make_row_group, reduce_metri
 from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
 from lib.model.routing import ROUTERS, ROUTES, RoutingMetrics, chosen_experts, routes_column
 from lib.rollout import Generated, HFEngine, Rollouts, make_engine
-from lib.rollout.server_engine import ServerEngine
-from lib.rollout.servers import answered
 from lib.sampling import Sampling
+from servers.client import answered
+from servers.engine import ServerEngine
 from tests.agent.random_agents import random_agent, segments_of
 from tests.agent.test_agent_loop import Add, digits, prompts_of, tokenizer
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, parse_flags, ran, run_ranks, skip_without_vllm
@@ -250,7 +250,7 @@ def test_the_hf_engine_records_what_each_token_took(tmp_path):
 
 @pytest.mark.parametrize("stop", [(), ("87",)])
 def test_routes_come_from_a_server_and_survive_a_sync(stop):
-    """A line as vllm_batches.py writes it, of vLLM's own classes and its encoding. vLLM on a CPU has no routes to
+    """A line as servers/batches.py writes it, of vLLM's own classes and its encoding. vLLM on a CPU has no routes to
     return (docs/moe.md). A response that a sync cuts keeps the routes by which its tokens were computed. Tokens behind
     a stop string that began before the sync are dropped, with their routes."""
     skip_without_vllm()
@@ -258,7 +258,7 @@ def test_routes_come_from_a_server_and_survive_a_sync(stop):
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
 
-    from lib.rollout.vllm_batches import _sample
+    from servers.batches import _sample
 
     layers, k = 3, 2
     of_model = np.arange(2 * 9 * layers * k, dtype=np.uint8).reshape(2, 9, layers, k)

@@ -17,9 +17,9 @@ from lib import setup
 from lib.args import engine_rows
 from lib.distributed import World
 from lib.model import ForwardConfig, load_tokenizer
-from lib.rollout.managed_servers import Server
 from lib.rollout.vllm_engine import VLLMEngine, own_generators
 from lib.rollout.vllm_start import CACHED_S, cached, engine_settings, save_files
+from servers.managed import Server
 from tests.common import TOY_MODEL, full_disk, parse_flags, skip_without_vllm
 
 CONFIG = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}

@@ -20,9 +20,9 @@ from lib.cli.flags import check_flags, parse_flags
 from lib.model import config_of
 from lib.rollout import check_capabilities, engine_class, vllm_refuses
 from lib.rollout.hf_engine import HFEngine
-from lib.rollout.server_engine import ServerEngine
 from lib.rollout.vllm_engine import VLLMEngine
 from planner.estimate import memory_of
+from servers.engine import ServerEngine
 from tests.common import ROOT, SMALL, TOY_MODEL, environment, fork, metrics, ran, skip_without_vllm
 
 TABLE = '''

@@ -65,12 +65,12 @@ from lib.rollout import (
 from lib.rollout.engine import stop_token_ids
 from lib.rollout.group_cache import ROOM, GroupCache, GroupLayer, can_group
 from lib.rollout.hf_engine import sample_tokens
-from lib.rollout.server_engine import NEUTRAL
 from lib.rollout.stream import check_lengths
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.vllm_start import adapter_settings
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter
 from lib.run.export import write_adapter
+from servers.engine import NEUTRAL
 from tests.common import TOY_MODEL, give_generation_config, parse_flags, randomize_lora_b, rollout_batch, save_tiny
 from tools.mismatch import Batch
 
@@ -113,7 +113,7 @@ def build(name, path, folder, max_length=64):
         max_length=max_length,
         dtype=torch.float32,
         gpu_memory=0.3,
-        vllm_kwargs={"max_num_seqs": 300},
+        more={"max_num_seqs": 300},
     ), model
 
 
@@ -377,7 +377,7 @@ def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
 
 def rollouts_of(engine, seed: int = 1, response_length: int = 8) -> Rollouts:
     sizes = Sizes(2, 1, 1, 3, 6, 6)
-    fixed = {"steps": range(1, 3), "async_level": 0, "async_order": "prompts", "recorder": NoRecorder()}
+    fixed = {"async_level": 0, "recorder": NoRecorder()}
     fixed |= {"sync_tolerance": TOLERANCE, "max_mismatch": 1.0, "world": World(0, 1, torch.device("cpu"))}
     return Rollouts(engine, engine, None, Sampling(response_length), sizes=sizes, seed=seed, **fixed)
 
@@ -742,6 +742,8 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     """Tied head, prefix cache, packed experts, the fused ones and the sinks of gpt-oss; from files, too. An engine that
     took the weights and does not use them is caught."""
     vllm_weights = pytest.importorskip("lib.rollout.vllm_weights")
+    from servers.worker import WorkerExtension
+
     if kind in MODELS:  # vLLM makes the group of experts for the first model of a process only
         groups = importlib.import_module("vllm.distributed.parallel_state")
         monkeypatch.setattr(groups, "_EP", groups._EP or groups._TP)
@@ -765,7 +767,7 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
         assert (log_p.gather(1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(got)).abs().max() < bound
         assert out.outputs[0].token_ids != again.outputs[0].token_ids
     monkeypatch.setattr(engine.llm.llm_engine.vllm_config.load_config, "load_format", "auto")  # as a server has it
-    engine.llm.collective_rpc(vllm_weights.WorkerExtension.reload_from, args=(path,))
+    engine.llm.collective_rpc(WorkerExtension.reload_from, args=(path,))
     ids = torch.arange(20, 52)
     own = text_log_probs(load_model(path), ids)
     assert (own - engine.probe_log_probs(ids.tolist())).abs().max() < 1e-4
@@ -785,7 +787,7 @@ def lora_engine(world, folder, dtype, vllm_kwargs=None, rank=4):
         randomize_lora_b(model)
     model, tokenizer = shard_model(model, make_mesh(world), dtype), load_tokenizer(TOY_MODEL)
     settings = {"folder": folder / "engine", "max_length": 64, "dtype": dtype, "gpu_memory": 0.3}
-    settings["vllm_kwargs"] = vllm_kwargs
+    settings["more"] = vllm_kwargs
     (folder / "engine").mkdir()
     return make_engine("vllm", model, tokenizer, **settings), model
 

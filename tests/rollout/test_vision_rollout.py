@@ -31,16 +31,16 @@ from lib.rollout import (
     hf_engine,
     make_engine,
     request_seeds,
-    server_engine,
     sync_weights,
 )
 from lib.rollout.engine import add_responses, check_expanded
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.vllm_start import save_files
+from servers import engine as server_engine
 from tests.common import MROPE, VISION, serve, tiny_vision, tiny_vision_config, vision_batch
 from tests.data.test_vision_rows import mrope_processor, with_ids_of
 from tests.rollout.test_rollout import close, perturb
-from tests.rollout.test_server_engine import check_versions, generated_tokens
+from tests.servers.test_server_engine import check_versions, generated_tokens
 
 TOLERANCE = 1e-4  # nats, fp32: other kernels sum in another order
 
@@ -262,7 +262,7 @@ def visual_prompts(processor, model, *videos) -> DataProto:
 def engine_of(name, processor, path, folder, max_images=2, max_length=80):
     model = shard_model(load_model(path), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
     folder.mkdir()
-    more = {"processor": processor, "max_images": max_images, "vllm_kwargs": {"max_num_seqs": 16}}
+    more = {"processor": processor, "max_images": max_images, "more": {"max_num_seqs": 16}}
     settings = {"folder": folder, "max_length": max_length, "dtype": torch.float32, "gpu_memory": 0.3}
     return make_engine(name, model, processor.tokenizer, **settings, **more), model
 

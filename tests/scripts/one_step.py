@@ -19,7 +19,7 @@ from lib.log.metrics import merge_metrics
 from lib.model import Critic, ForwardConfig, Policy, Reference, load_critic, load_model
 from lib.reward.scores import Rewards
 from lib.rollout import truncated_rows
-from lib.rollout.async_rollouts import gather_groups, own_groups
+from lib.rollout.stream import gather_groups, own_groups
 from tests.common import float64_norms
 from tests.reference_step import Row
 

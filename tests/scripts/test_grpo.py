@@ -112,7 +112,7 @@ def test_a_run_repeats_itself(default_run, tmp_path):
 
 
 def test_vllm_trains_as_hf_does(tmp_path):
-    """An engine on each of two ranks: tests/rollout/test_managed_servers.py. One that is split over them:
+    """An engine on each of two ranks: tests/servers/test_managed_servers.py. One that is split over them:
     test_scripts.py, tests/model/test_tensor_parallel.py. A second validation set has a limit of its own, above that of
     training."""
     skip_without_vllm()

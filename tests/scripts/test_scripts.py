@@ -38,7 +38,7 @@ from tests.common import (
 )
 
 SIBLINGS = ["ppo", "remax", "dapo"]
-WINGS = ("agent.", "planner.", "torch.distributed._tools")
+WINGS = ("agent.", "servers.", "planner.", "torch.distributed._tools")
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
     *("--max-prompt-length", "32", "--max-response-length", "48", "--micro-batch-tokens", "400"),

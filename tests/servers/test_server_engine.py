@@ -42,14 +42,14 @@ from lib.rollout import (
     WeightSyncError,
     make_engine,
     request_seeds,
-    server_engine,
-    server_weights,
     sync_weights,
 )
-from lib.rollout.server_engine import ServerEngine
-from lib.rollout.server_weights import ServerWeights
-from lib.rollout.servers import PATH, Servers
 from lib.run.export import export_hf
+from servers import engine as server_engine
+from servers import weights as server_weights
+from servers.client import PATH, Servers
+from servers.engine import ServerEngine
+from servers.weights import ServerWeights
 from tests.agent.random_agents import Client, trained_of
 from tests.agent.test_agent_loop import (
     Add,
@@ -629,7 +629,7 @@ def test_failed_episodes_on_a_server_and_a_failed_server(engine_and_model, monke
 def test_a_server_serves_one_run(engine_and_model, server, tmp_path, monkeypatch):
     """Another run is refused before it disturbs the first. A run that is resumed, or has ended, has no lease."""
     (engine, model), (url, path, _) = engine_and_model, server
-    monkeypatch.setattr("lib.rollout.server_engine.LEASE_S", 600.0)
+    monkeypatch.setattr("servers.engine.LEASE_S", 600.0)
     other = {"run": "runs/other", "host": "another", "pid": 1}
 
     def lend(holder: dict, seconds: float = 600.0) -> None:
@@ -1081,7 +1081,7 @@ def test_images_need_a_route_that_a_server_may_not_have(engine_and_model, server
     url, (_, model) = server[0], engine_and_model
     settings = {"folder": tmp_path, "max_length": MAX_LENGTH, "dtype": torch.float32}
     with pytest.raises(InputError, match="start the server with --enable-scale-out"):
-        ServerEngine(url, model, load_tokenizer(TOY_MODEL), **settings, processor=object())
+        ServerEngine(model, load_tokenizer(TOY_MODEL), urls=url, **settings, processor=object())
 
 
 def test_a_server_that_shortens_responses(world, tmp_path):

@@ -1,4 +1,4 @@
-"""Requests in batches: a route for vLLM's API server (--middleware lib.rollout.vllm_batches.Batches),
+"""Requests in batches: a route for vLLM's API server (--middleware servers.batches.Batches),
 whose own routes take a millisecond of CPU for each request.
 
 POST PATH with {"begin": [{"id", "prompt_token_ids", "settings"}, ...], "abort": [earlier ids]};
@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from vllm.utils.serial_utils import numpy2base64
 
-from lib.rollout.servers import PATH
 from lib.rollout.vllm_engine import generated, request_params
+from servers.client import PATH
 
 
 class Batches:

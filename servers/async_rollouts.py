@@ -2,21 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
-import torch
-import torch.distributed as dist
+from typing import Any, Literal
 
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric
 from lib.rollout.engine import Generated, Response
+from lib.rollout.stream import gather_groups, own_groups
 from lib.sampling import Sampling
+from servers.engine import ServerEngine
 
-if TYPE_CHECKING:
-    from lib.rollout.server_engine import ServerEngine
-
-Order = Literal["prompts", "finished"]
 STATE = ("seed", "partial", "version")  # columns of a saved group that are not its prompt's
 
 
@@ -42,12 +35,12 @@ class AsyncRollouts:
     more version; groups that would then be too old are waited for. Responses continue across weight syncs and
     checkpoints."""
 
-    engine: "ServerEngine"
+    engine: ServerEngine
     sampler: Any  # has start and collect, like the engine
     begin: Callable[[int], tuple[DataProto, list[int]]]  # (prompts repeated group_size times, seeds) of batch 1, 2, ...
     sampling: Sampling
     level: int
-    order: Order
+    order: Literal["prompts", "finished"]
     groups: int  # of a batch
     group_size: int
     last_started: int  # number of the last batch that was started
@@ -122,24 +115,3 @@ class AsyncRollouts:
             if since < version - self.level:  # --async-level was higher
                 partial, since = None, version
             self._start(rows, list(columns["seed"]), partial, since)
-
-
-def gather_groups(batch: DataProto, group_size: int) -> DataProto:
-    """The groups of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
-    size = dist.get_world_size()
-    by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
-    return batch.all_gather()[by_number]
-
-
-def own_groups(whole: DataProto, group_size: int) -> np.ndarray:
-    """(groups, group_size): this rank's groups, as indices of the rows that gather_groups returns."""
-    return np.arange(len(whole)).reshape(-1, group_size)[dist.get_rank() :: dist.get_world_size()]
-
-
-def staleness_metrics(weight_versions: torch.Tensor, version: int) -> dict[str, Metric]:
-    """weight_versions (B, T): of ServerEngine.collect, -1 where no token was sampled. version: that of the weights at
-    the start of the step."""
-    sampled = weight_versions >= 0
-    stale = (version - weight_versions) * sampled
-    oldest = int(stale.max()) if len(stale) else 0
-    return {"async/staleness_mean": Mean(stale.sum().item(), int(sampled.sum())), "async/staleness_max": Max(oldest)}

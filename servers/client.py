@@ -2,6 +2,8 @@
 open connections for each request: with hundreds at a time that costs more CPU than the sampling."""
 
 import asyncio
+import base64
+import io
 import json
 import threading
 from collections.abc import AsyncIterator, Coroutine
@@ -13,12 +15,14 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 import aiohttp
+import numpy as np
+import torch
 
 from lib import InputError
-from lib.model.routing import ROUTES, unpack_routes
+from lib.model.routing import ROUTES
 from lib.rollout.engine import Generated
 
-PATH = "/plainrl/generate"  # the route of vllm_batches.py
+PATH = "/plainrl/generate"  # the route of batches.py
 MOMENT_S = 0.001  # in which requests gather that travel together
 END_S = 10.0  # for what still runs when a run ends
 HEALTH_S = 120.0  # for the process of a server's API to answer
@@ -42,8 +46,13 @@ class Batch:
     abort: list[str] = field(default_factory=list)
 
 
+def unpack_routes(text: str) -> torch.Tensor:
+    """(tokens, all layers, k) int16, from the .npy file in base64 that vLLM's servers send."""
+    return torch.from_numpy(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False).astype(np.int16))
+
+
 def answered(found: dict) -> Generated:
-    """Of a line that vllm_batches.py writes, or of a choice that a server answers."""
+    """Of a line that batches.py writes, or of a choice that a server answers."""
     routes = found.get(ROUTES)
     return Generated(**found | {ROUTES: None if routes is None else unpack_routes(routes)})
 
@@ -124,7 +133,7 @@ class Servers:
         raise kind(f"--rollout-engine {url}: {what}")
 
     async def generate(self, url: str, prompt_ids: list[int], settings: dict) -> Generated:
-        """Samples by the route of vllm_batches.py. Requests of one moment go together."""
+        """Samples by the route of batches.py. Requests of one moment go together."""
         name, answer = f"{self._name} {next(self._numbers)}", self.loop.create_future()
         request = {"id": name, "prompt_token_ids": prompt_ids, "settings": settings}
         self._next_batch(url).begin.append((request, answer))

@@ -19,15 +19,14 @@ from safetensors.torch import save_file
 from lib import InputError
 from lib.distributed import (
     BUCKET_BYTES,
-    address_towards,
     broadcast,
     compute_device,
     in_thread,
-    join_group,
     listening_store,
 )
-from lib.rollout.servers import Servers
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
+from servers.client import Servers
+from servers.group import address_towards, join_group
 
 SYNC_TIMEOUT_S = 300.0  # how long all servers may take to join the group, or to take a bucket
 HEALTH_S = 2.0  # time between two checks that the servers are alive
@@ -35,7 +34,7 @@ LEAVE_S = 10.0  # for the servers to leave the group
 
 
 class ServerWeights:
-    """way: "broadcast" if all servers were started with vllm_weights.py's backend. Otherwise they
+    """way: "broadcast" if all servers were started with worker.py's backend. Otherwise they
     read a file in `folder` (on a shared disk), by "reload_from" if they have its worker extension,
     else by vLLM's "reload_weights". here: the servers run on this machine, as this user, and meet in
     a file, as anyone may join a store on loopback. A collective, as is `give`."""

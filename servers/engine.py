@@ -36,12 +36,12 @@ from lib.rollout.engine import (
     row_limits,
     stop_token_ids,
 )
-from lib.rollout.managed_servers import ManagedServers
-from lib.rollout.server_weights import ServerWeights
-from lib.rollout.servers import HEALTH_S, PATH, ServerLost, Servers, answered, server_error
 from lib.rollout.vllm_engine import as_finish_reason, vllm_settings
 from lib.rollout.weight_sync import CheckedStream, WeightSyncError
 from lib.sampling import Sampling
+from servers.client import HEALTH_S, PATH, ServerLost, Servers, answered, server_error
+from servers.managed import ManagedServers, order_servers
+from servers.weights import ServerWeights
 
 # without them vLLM's server takes the model's generation_config.json, or its own flags
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "watermarking": False}
@@ -72,7 +72,7 @@ def is_over(pid: int) -> bool:
 class ServerEngine(RolloutEngine):
     """vLLM servers over HTTP. Each rank spreads its groups of responses over all of them.
 
-    Servers with vllm_batches.py's route get requests in batches, others one by one: the samples are
+    Servers with batches.py's route get requests in batches, others one by one: the samples are
     the same. A server must serve this run only, with VLLM_SERVER_DEV_MODE=1 in its environment (it
     then obeys anyone who can reach it) and --logprobs-mode processed_logprobs; for a vision model
     also with --enable-scale-out. For its weights see ServerWeights.
@@ -84,9 +84,13 @@ class ServerEngine(RolloutEngine):
 
     takes_images = asynchronous = gives_routes = True
 
-    def __init__(self, urls: str, model, tokenizer, *, folder, max_length: int, dtype, processor=None, own=None, **_):
+    def __init__(self, model, tokenizer, *, folder, max_length, dtype, processor=None, urls="", own=None, **start):
         self.own: ManagedServers | None = own
-        self.servers = Servers(urls.split(","), own.key if own else os.environ.get("VLLM_API_KEY"))
+        key = os.environ.get("VLLM_API_KEY")
+        if own is not None:
+            order_servers(own, model, tokenizer, folder, processor, max_length=max_length, dtype=dtype, **start)
+            urls, key = ",".join(own.urls()), own.key
+        self.servers = Servers(urls.split(","), key)
         self._starts = own.starts() if own else []
         self._lost: set[str] = set()
         self._resampled = 0
@@ -111,7 +115,7 @@ class ServerEngine(RolloutEngine):
         self.batches = own is not None or all(map(self._takes_batches, self.servers.urls))
 
     def _take_lease(self, seconds: float) -> None:
-        """Takes or renews the lease on servers that others started, if they have vllm_weights.py's
+        """Takes or renews the lease on servers that others started, if they have worker.py's
         extension: a second run would change their weights. A resumed run gets it at once, as does
         one that follows an ended run on this host. Raises InputError."""
         if self.own is not None or self.weights.way == "reload_weights":

@@ -36,13 +36,14 @@ import yaml
 
 from lib import InputError, how_it_ended, is_first_on_node
 from lib.cli.secrets import private
-from lib.distributed import OVER, JobOver, World, address_towards, broadcast, is_on_one_node, job_store, own_devices
+from lib.distributed import OVER, JobOver, World, broadcast, is_on_one_node, job_store, own_devices
 from lib.distributed.watchdog import StoreLost, current_stage, enter_stage
-from lib.rollout.servers import ANSWER_S, HEALTH_S
 from lib.rollout.vllm_start import cached, engine_settings, save_files
+from servers.client import ANSWER_S, HEALTH_S
+from servers.group import address_towards
 
 PROGRAM = ["-m", "vllm.entrypoints.openai.api_server"]  # for the Python of the engine rank
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 POLL_S = 0.2
 GRACE_S = 10  # for a server to end by itself before it is killed
 RESTARTS = 3  # in a row; a server that was healthy for STEADY_S begins a new row
@@ -141,16 +142,16 @@ class ManagedServers:
 
 
 def order_servers(
-    own: ManagedServers, model, tokenizer, *, folder: Path, processor=None, more: Mapping[str, Any], **start: Any
+    own: ManagedServers, model, tokenizer, folder: Path, processor=None, *, more: Mapping[str, Any], **start: Any
 ) -> None:
     """Orders servers started as VLLMEngine starts its engine, which take weights by broadcast. Raises InputError if
     vLLM cannot serve the model so."""
     settings = engine_settings(model, processor=processor, **start)
     if dist.get_rank() == 0:
         save_files(folder / "model", model, tokenizer, processor)
-    settings["worker_extension_cls"] = "lib.rollout.vllm_weights.WorkerExtension"
+    settings["worker_extension_cls"] = "servers.worker.WorkerExtension"
     settings["weight_transfer_config"] = {"backend": "broadcast"}
-    settings["middleware"] = "lib.rollout.vllm_batches.Batches"
+    settings["middleware"] = "servers.batches.Batches"
     settings["uvicorn_log_level"] = "warning"
     settings["disable_log_stats"] = True  # as in process; they are a fifth of the API server's work
     if processor is not None:

@@ -1,7 +1,7 @@
 """Weights for servers through a group with NCCL's rules: a server that dies, a trainer that is gone, new starts.
 
 Trainer and servers are threads here; a server is its worker, whose thread takes one order after the other, and what
-answers for it. tests/rollout/test_server_engine.py has vLLM's own servers, with gloo."""
+answers for it. tests/servers/test_server_engine.py has vLLM's own servers, with gloo."""
 
 import time
 from concurrent.futures import Future
@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from lib.distributed import in_thread
-from lib.rollout import server_weights
-from lib.rollout.server_engine import ServerEngine
-from lib.rollout.server_weights import ServerWeights
-from lib.rollout.servers import ServerLost
+from servers import weights as server_weights
+from servers.client import ServerLost
+from servers.engine import ServerEngine
+from servers.weights import ServerWeights
 from tests.common import skip_without_vllm
 from tests.distributed.nccl_like import NcclLike, end_all
 from tests.distributed.test_nccl_like import WAIT_S, nccl_on_a_cpu
@@ -31,9 +31,9 @@ LIMIT_S = 60.0  # of a sync; what must not wait for it takes less than half
 @cache
 def worker_class() -> type:
     """BroadcastEngine without a model of vLLM's, whose import takes seconds."""
-    from lib.rollout import vllm_weights
+    from servers import worker
 
-    class Worker(vllm_weights.BroadcastEngine):
+    class Worker(worker.BroadcastEngine):
         def __init__(self, device: torch.device):
             self.device, self.parallel_config = device, SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
             self.weights: dict[str, torch.Tensor] = {}
@@ -81,7 +81,7 @@ class Server:
 
 
 class Servers:
-    """Stands for lib.rollout.servers.Servers."""
+    """Stands for servers.client.Servers."""
 
     def __init__(self, *urls: str):
         self.urls, self.all = [*urls], {url: Server() for url in urls}
@@ -118,11 +118,11 @@ class Servers:
 @pytest.fixture
 def weights(world, monkeypatch, tmp_path):
     """ServerWeights of two servers, in a group with NCCL's rules; a bucket has one tensor."""
-    from lib.rollout import vllm_weights
+    from servers import worker
 
     nccl_on_a_cpu(monkeypatch)
     join = server_weights.join_group
-    for module in (server_weights, vllm_weights):  # as on GPUs: the tensors' own device is the CPU
+    for module in (server_weights, worker):  # as on GPUs: the tensors' own device is the CPU
         monkeypatch.setattr(
             module,
             "join_group",

@@ -20,8 +20,8 @@ import torch.distributed as dist
 import grpo
 from lib import InputError
 from lib.distributed import World, init_distributed
-from lib.rollout import managed_servers
-from lib.rollout.managed_servers import ManagedServers, serve
+from servers import managed as managed_servers
+from servers.managed import ManagedServers, serve
 from tests.common import (
     ONE_NODE,
     ROOT,
@@ -294,8 +294,8 @@ PROBE = """
 import os, pathlib, signal, sys
 import httpx
 from lib.distributed import init_distributed, run
-from lib.rollout import managed_servers
-from lib.rollout.managed_servers import ManagedServers, serve
+from servers import managed as managed_servers
+from servers.managed import ManagedServers, serve
 def main(folder):
     managed_servers.PROGRAM = [str(folder / "stand_in.py")]
     world = init_distributed(300, engine_ranks=1)

@@ -1,4 +1,4 @@
-"""lib/rollout/async_rollouts.py, with a server whose responses end in any order."""
+"""servers/async_rollouts.py, with a server whose responses end in any order."""
 
 import copy
 import itertools
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from lib.data_proto import DataProto
 from lib.rollout import Generated, Sampling
-from lib.rollout.async_rollouts import AsyncRollouts, staleness_metrics
 from lib.rollout.engine import Response
-from lib.rollout.stream import add_origin
+from lib.rollout.stream import add_origin, staleness_metrics
+from servers.async_rollouts import AsyncRollouts
 from tests.common import rollout_batch
 
 GROUP = 2
