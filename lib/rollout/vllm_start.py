@@ -1,18 +1,15 @@
 """What a vLLM engine starts with, in this process or as a server: files, settings, and fixes of vLLM for CPUs."""
 
 import copy
-import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from textwrap import shorten
 from typing import Any, get_args
 
 import torch
@@ -38,7 +35,6 @@ BY_FLAG = {  # settings of vLLM: the flag that sets each
 FIXED = ["load_format", "generation_config", "override_generation_config", "logprobs_mode", "weight_transfer_config"]
 FIXED += ["worker_extension_cls", "distributed_executor_backend", "enable_sleep_mode", "data_parallel_size"]
 FIXED += ["pipeline_parallel_size", "max_loras"]
-CACHED_S = 30 * 86400.0  # how long files of an engine stay in the cache after their last use
 
 
 def check_vllm_kwargs(settings: Mapping[str, Any], known: list[str]) -> None:
@@ -67,46 +63,22 @@ def save_files(folder: Path, model: PreTrainedModel, tokenizer, processor: Proce
 def cached(folder: Path) -> Path:
     """A copy of the folder in the user's cache, at a path that depends on the files alone; `folder` if the
     cache cannot be written. vLLM looks up what it has compiled by this path: a new one takes 20 to 60 s."""
-    name = _content_hash(folder)
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    contents = [f"{file.relative_to(folder)} {sha256(file.read_bytes()).hexdigest()}" for file in files]
+    name = sha256("\n".join(contents).encode()).hexdigest()[:16]
     try:
-        cache = _own_cache()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "plainrl", "engines")
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (cache / name).exists():
             with TemporaryDirectory(dir=cache) as aside:
                 made = shutil.copytree(folder, Path(aside, name))
                 with suppress(OSError):  # another process was first
                     made.rename(cache / name)
-        if _content_hash(cache / name) != name:
-            raise FileNotFoundError(f"{cache / name} is damaged: delete it")
-        os.utime(cache / name)
-        _delete_unused(cache)
     except (OSError, RuntimeError) as error:  # the latter: there is no home
         if is_first_on_node():
-            why = shorten(str(error), 200, placeholder=" ...")
-            note = "vLLM compiles anew, because the model's files are not in a cache"
-            print(f"note: {note}: {why}", flush=True)
+            print(f"note: vLLM compiles anew, because it has no cache: {str(error)[:200]}", flush=True)
         return folder
     return cache / name
-
-
-def _own_cache() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "plainrl", "engines")
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if cache.stat().st_uid != os.getuid():
-        raise PermissionError(f"{cache} belongs to another user")  # who could exchange what is in it
-    return cache
-
-
-def _delete_unused(cache: Path) -> None:
-    for folder in cache.iterdir():
-        with suppress(FileNotFoundError):  # another process deletes, too
-            if folder.stat().st_mtime < time.time() - CACHED_S:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _content_hash(folder: Path) -> str:
-    files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
-    hashes = {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
-    return sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def engine_settings(
