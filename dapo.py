@@ -203,10 +203,8 @@ def sample_groups(
         extras, failures = rewards.submit(batch, step).add_to(batch, args.reward_keys)
         rollouts.record_scores(batch)
         batch.batch["truncated"] = truncated_rows(batch)
-        add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | failures)
-        add_metrics(metrics, rollouts.sampler.batch_metrics(batch))
+        add_metrics(metrics, data_metrics(batch) | extra_metrics(extras) | failures | rollouts.batch_metrics(batch))
         add_metrics(metrics, {"training/tokens": Sum(batch.batch["attention_mask"].sum().item())})
-        batch.non_tensor_batch.pop("agent_metrics", None)  # clocks among them: no part of a run's state
         batch, uninformative = split_by_signal(args, rollouts.all_gather(batch))
         pool = concat_rows([pool, batch])
         rejected = concat_rows([rejected, uninformative])[:needed]  # as many as could be needed

@@ -11,13 +11,13 @@ from functools import cache
 from importlib import import_module
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Gt, Interval
 
 from lib import InputError
 from lib.columns import COLUMNS
-from lib.words import read_words
+from lib.words import read_words, value_of
 
 # ---- types of hyper-parameters
 T = TypeVar("T")
@@ -146,14 +146,10 @@ def parsed(what: str, texts: Mapping[str, str], settings: Mapping[str, Setting])
 
 
 @cache  # the loss asks in each micro-batch
-def _value(what: str, text: str, type: Any) -> Any:
-    from pydantic import TypeAdapter, ValidationError  # takes 0.2 s, which --help does not need
-
-    try:
-        value = TypeAdapter(type).validate_python(text.split(",") if get_origin(type) is tuple else text)
-    except ValidationError as error:
-        why = "give LOW,HIGH" if type == Bounds else error.errors()[0]["msg"]
-        raise InputError(f"{what}: {why}") from error
+def _value(where: str, text: str, type: Any) -> Any:
+    if type == Bounds and text.count(",") != 1:
+        raise InputError(f"{where}: give LOW,HIGH")
+    value = value_of(where, text, type)
     if type == Bounds and not value[0] < value[1]:
-        raise InputError(f"{what}: give LOW,HIGH, LOW below HIGH")
+        raise InputError(f"{where}: give LOW,HIGH, LOW below HIGH")
     return value

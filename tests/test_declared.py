@@ -60,7 +60,7 @@ def test_settings_are_the_numbers_that_are_typed():
         ({"loss": "dro"}, "--loss dro needs dro_beta"),
         (SAPO | {"loss_kwargs": ("tau_pos=True",)}, "--loss sapo: tau_pos=True: Input should be a valid number"),
         (SAPO | {"loss_kwargs": ("tau_pos=0",)}, "--loss sapo: tau_pos=0: Input should be greater than 0"),
-        (SAPO | {"loss_kwargs": ("tau_pos=inf",)}, "--loss sapo: tau_pos=inf: Input should be less than inf"),
+        (SAPO | {"loss_kwargs": ("tau_pos=inf",)}, "--loss sapo: tau_pos=inf: Input should be a finite number"),
         (SAPO | {"loss_kwargs": ("tau_pos=nan",)}, "--loss sapo: tau_pos=nan: Input should be"),
         (SAPO | {"loss_kwargs": ("tau_pos=1", "tau_pos=2")}, "--loss-kwargs: tau_pos is there twice"),
         ({"loss": "clip_cov", "loss_kwargs": ("cov_bounds=5,1",)}, "cov_bounds=5,1: give LOW,HIGH, LOW below HIGH"),

@@ -173,8 +173,8 @@ def redact_values(value: Any) -> Any:
 @cache
 def _forms(secret: str) -> frozenset[str]:
     """How a text may hold the secret, or one of its lines."""
-    lines = {line for line in re.split(r"\\n|\n", secret) if len(line) >= SHORTEST_LINE}
-    once = {way(text) for text in {secret, *lines} for way in (str, *WAYS)}
+    plain = {secret, *(line for line in re.split(r"\\n|\n", secret) if len(line) >= SHORTEST_LINE)}
+    once = plain | {way(text) for text in plain for way in WAYS}
     return frozenset(once | {way(text) for text in once for way in WAYS})
 
 

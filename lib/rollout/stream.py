@@ -243,7 +243,7 @@ class Rollouts:
             return self._checked(collected(), [self.sampling.max_response_length] * (n * len(prompts)))
         sampling, rows = sampling or self.sampling, prompts.repeat(n, interleave=True)
         limits = [sampling.max_response_length] * len(rows) if limits is None else list(limits)
-        seeds = seeds or self._seeds(prompts, n, sampling)
+        seeds = seeds or self._seeds(self.version + 1, prompts, n, sampling)
         produce = partial(self._sample, rows, sampling, limits, prefixes, seeds)
         return self._checked(self.recorder.rollout(rows, produce), limits)
 
@@ -289,6 +289,13 @@ class Rollouts:
         metrics |= self.engine.metrics()
         if self.async_level:
             metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1)
+        return metrics
+
+    def batch_metrics(self, batch: DataProto) -> dict[str, Metric]:
+        """The sampler's, of a batch that loses their column: rows that a run keeps must not depend on clocks. A
+        collective."""
+        metrics = self.sampler.batch_metrics(batch)
+        batch.non_tensor_batch.pop("agent_metrics", None)
         return metrics
 
     def close(self) -> None:
@@ -346,17 +353,17 @@ class Rollouts:
     def begin_groups(self, number: int) -> tuple[DataProto, list[int]]:
         """(rows, seeds) of the groups of batch `number`, for AsyncRollouts."""
         prompts, n = self._next_prompts(number, 0), self.sizes.group_size
-        rows = [row * n + sample for row in prompt_numbers(prompts) for sample in range(n)]
-        return prompts.repeat(n, interleave=True), request_seeds(self.seed, number, rows)
+        return prompts.repeat(n, interleave=True), self._seeds(number, prompts, n, self.sampling)
 
-    def _seeds(self, prompts: DataProto, n: int, sampling: Sampling) -> list[int]:
+    def _seeds(self, step: int, prompts: DataProto, n: int, sampling: Sampling) -> list[int]:
         """Of n responses to each prompt. If the step asks for a prompt again, they are others."""
         rows = []
-        for uid, number in zip(prompts.non_tensor_batch["uid"], prompt_numbers(prompts)):
+        for uid in prompts.non_tensor_batch["uid"]:
+            number = int(uid.rpartition("-")[2])  # of the prompt in its step, over all ranks
             again = self._asked[uid, sampling] << AGAIN
             self._asked[uid, sampling] += 1
             rows += [number * n + sample + again for sample in range(n)]
-        return request_seeds(self.seed, self.version + 1, rows)
+        return request_seeds(self.seed, step, rows)
 
 
 def staleness_metrics(weight_versions: torch.Tensor, version: int) -> dict[str, Metric]:
@@ -366,11 +373,6 @@ def staleness_metrics(weight_versions: torch.Tensor, version: int) -> dict[str, 
     stale = (version - weight_versions) * sampled
     oldest = int(stale.max()) if len(stale) else 0
     return {"async/staleness_mean": Mean(stale.sum().item(), int(sampled.sum())), "async/staleness_max": Max(oldest)}
-
-
-def prompt_numbers(prompts: DataProto) -> list[int]:
-    """The numbers of prompts in their step, over all ranks: a uid is step-number."""
-    return [int(uid.rpartition("-")[2]) for uid in prompts.non_tensor_batch["uid"]]
 
 
 def check_prefixes(rows: DataProto, limits: list[int], prefixes: Sequence[Sequence[int]], single_turn: bool) -> None:

@@ -76,9 +76,9 @@ def cut_logs(folder: Path, step: int) -> None:
     gone = []
     for name in ("metrics.jsonl", "samples.jsonl"):
         if number := _cut(folder / name, step):
-            gone.append(f"{number} rows of {name}")
+            gone.append(f"{number} row{'s' * (number > 1)} of {name}")
     if samples := rollout_files(folder, after=step):
-        gone.append(f"{len(samples)} files of rollouts")
+        gone.append(f"{len(samples)} file{'s' * (len(samples) > 1)} of rollouts")
     for file in samples:
         file.unlink()
     if gone:

@@ -17,6 +17,7 @@ A kill at any moment leaves the run at its newest checkpoint: every start remove
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -250,7 +251,8 @@ class Run:
             more = ["--total-steps", str(2 * self.last_step)]
             if self.args.stop_when:
                 more += ["--stop-when", ""]
-            print(f"more steps: {self._command_to_resume()} {shlex.join(more)}", flush=True)
+            command = re.sub(r" --total-steps[= ]\S+", "", self._command_to_resume())
+            print(f"more steps: {command} {shlex.join(more)}", flush=True)
 
     def _command_to_resume(self) -> str:
         return f"{self.command} --run-name {shlex.quote(self.name)} --resume auto"

@@ -119,9 +119,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_only(source, copied):
     shutil.rmtree(run / "checkpoints/step_000004")  # as if the run had been killed in step 4
     done = ran(fork("grpo", folder, *args, "--run-name", "run", "--resume", "auto", "--total-steps", "4"))
     said, cut = done.stdout.index("resumed from step_000003\n"), done.stdout.index("removed what came after step 3: ")
-    assert (
-        said < cut and "step 3: 2 rows of metrics.jsonl, 16 rows of samples.jsonl, 1 files of rollouts" in done.stdout
-    )
+    assert said < cut and "step 3: 2 rows of metrics.jsonl, 16 rows of samples.jsonl, 1 file of rollouts" in done.stdout
     whole = metrics(source[0] / "run")
     assert [row["step"] for row in whole] == [row["step"] for row in metrics(run)] == [1, 2, 2, 3, 4, 4]
     assert metrics(run)[:5] == whole[:5] and steps_of(run) == [1, 2, 3, 4]

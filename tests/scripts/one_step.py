@@ -64,7 +64,6 @@ class StubRollouts:
     """Gives every step its rows: each rank its groups."""
 
     loader = None
-    sampler = SimpleNamespace(batch_metrics=lambda batch: {})
 
     def __init__(self, args, steps: Iterator[list[list[Row]]]):
         self.group_size, self.steps, self.multi_turn = args.group_size, steps, args.multi_turn.enabled
@@ -80,6 +79,9 @@ class StubRollouts:
     close = sleep
 
     def metrics(self, batch, step):
+        return {}
+
+    def batch_metrics(self, batch):
         return {}
 
     def prompts(self):
