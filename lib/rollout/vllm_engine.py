@@ -19,8 +19,14 @@ from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, Part, all_gather_lists, broadcast, compute_device, new_cpu_subgroup
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, row_limits, stop_token_ids
-from lib.rollout.vllm_start import adapter_settings, cached, engine_settings, prepare_for_cpu, save_files
-from lib.rollout.vllm_start import scheduler_settings
+from lib.rollout.vllm_start import (
+    adapter_settings,
+    cached,
+    engine_settings,
+    prepare_for_cpu,
+    save_files,
+    scheduler_settings,
+)
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded

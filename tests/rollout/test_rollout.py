@@ -100,7 +100,7 @@ def random_prompts(n: int, copies: int = 1) -> DataProto:
     return prompts_of([g.integers(9, 104, size=g.integers(3, WIDTH + 1)).tolist() for _ in range(n)] * copies)
 
 
-def build(name, path, folder, max_length=64):
+def build(name, path, folder, max_length=64, **more):
     """(engine, its sharded model) with the weights not loaded yet."""
     model = shard_model(load_model(path), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
     tokenizer = load_tokenizer(TOY_MODEL)
@@ -113,7 +113,7 @@ def build(name, path, folder, max_length=64):
         max_length=max_length,
         dtype=torch.float32,
         gpu_memory=0.3,
-        vllm_kwargs={"max_num_seqs": 300, "block_size": 32},
+        vllm_kwargs={"max_num_seqs": 300, **more},
     ), model
 
 
@@ -128,7 +128,7 @@ def engine_and_model(request, world, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "vllm":  # a step ahead, as on a GPU
             patch.setattr("vllm.config.VllmConfig.max_concurrent_batches", 2)
-        engine, model = build(request.param, path, folder / "engine", max_length=128)
+        engine, model = build(request.param, path, folder / "engine", max_length=128, block_size=32)
     sync_weights(engine, model, 0, tolerance=TOLERANCE)
     yield engine, model
     close(engine)
@@ -708,7 +708,6 @@ def test_the_scheduler_for_rollouts_changes_nothing(engine_and_model, monkeypatc
     assert before["preempted"] == counts["preempted"] and (counts["preempted"] > 3) == (free_blocks == 20)
     assert 0 < counts["fallback"] < 0.7 * counts["steps"]
     assert not engine._scheduler._rows
-    print(counts, reasons, __import__("time").process_time())
 
 
 # ---- the sync that is checked --------------------------------------------------------------------
