@@ -1,12 +1,13 @@
 """Parts of a step beside the plain way to do them, in turns in one run.
 
-    python -m benchmarks.stages [--parts kernels log_probs hf vllm] [--repeats 7] [--output FILE.json]
+    python -m benchmarks.stages [--parts kernels log_probs hf vllm scheduler] [--repeats 7] [--output FILE.json]
 
 kernels: advantages and policy losses with their backward, beside verl's functions of the same name, on 512 rows of 1024
 tokens; log_probs: log-prob and entropy, forward and backward, of 2048 tokens and a vocabulary of 32,000, beside full
 logits; hf: HFEngine beside transformers' generate, 32 prompts of 15 tokens with 8 responses of 16; vllm: VLLMEngine
-beside its own LLM.generate with the same requests. That both sides give the same is checked first, but for hf, whose
-generate draws otherwise. Medians of CPU seconds of this process; peak: MiB beyond what was there before.
+beside its own LLM.generate with the same requests; scheduler: VLLMEngine with our scheduler and with vLLM's, 256 to
+4096 rows of 32 tokens. That both sides give the same is checked first, but for hf, whose generate draws otherwise.
+Medians of CPU seconds of this process, of scheduler the least; peak: MiB beyond what was there before.
 
 verl is optional: `pip install --no-deps --target DIR verl==0.9.1 ray omegaconf antlr4-python3-runtime==4.9.3 hydra-core
 codetiming orjson`, then PYTHONPATH=DIR. Without it the kernels are timed alone.
@@ -165,21 +166,71 @@ def vllm(world) -> Iterator[tuple[str, Sides]]:
         engine.close()
 
 
+def scheduler(world, repeats: int) -> dict[str, dict]:
+    """Least CPU seconds of a rollout, and of its parts in microseconds a row and step, by rows and scheduler."""
+    prompts, model, tokenizer = prompts_and_model(world)
+    T, found = 32, {}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"folder": Path(folder), "max_length": 64, "dtype": torch.float32, "gpu_memory": 0.3}
+        engine = make_engine("vllm", model, tokenizer, vllm_kwargs={"max_num_seqs": 1024}, **settings)
+        sync_weights(engine, model, 0, tolerance=1e-3)
+        engine.stop_ids = []  # no row ends early
+        llm, core = engine.llm.llm_engine, engine.llm.llm_engine.engine_core.engine_core
+        parts = {"schedule": (core.scheduler, "schedule"), "update": (core.scheduler, "update_from_output")}
+        parts |= {
+            "outputs": (llm.output_processor, "process_outputs"),
+            "runner": (core.model_executor, "execute_model"),
+        }
+        parts["sampler"] = core.model_executor, "sample_tokens"
+        seconds: dict[str, float] = {}
+
+        def clock(name: str, function: Callable) -> Callable:
+            def run(*args, **kwargs):
+                start = time.process_time()
+                result = function(*args, **kwargs)
+                seconds[name] += time.process_time() - start
+                return result
+
+            return run
+
+        for name, (owner, method) in parts.items():
+            setattr(owner, method, clock(name, getattr(owner, method)))
+        for rows in (256, 1024, 4096):
+            many, results, digests = DataProto.concat([prompts] * (rows // 256)), {}, set()
+            for turn in range(repeats + 1):  # the first is not counted
+                for name, own in (("plainrl", True), ("vLLM's", False)):
+                    core.scheduler.handles_rows, seconds = own, dict.fromkeys(parts, 0.0)
+                    start = time.process_time()
+                    batch = engine.generate(many, Sampling(T), list(range(rows))).batch
+                    whole = time.process_time() - start
+                    digests.add((batch["responses"].sum().item(), batch["rollout_log_probs"].double().sum().item()))
+                    us = {part: 1e6 * spent / rows / T for part, spent in seconds.items()}
+                    if turn and whole < results.get(name, {"cpu_s": whole + 1})["cpu_s"]:
+                        results[name] = {"cpu_s": whole, "us_a_row_and_step": us}
+            assert len(digests) == 1
+            found[f"scheduler {rows}"] = results
+        engine.close()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["kernels", "log_probs", "hf", "vllm"])
+    parser.add_argument("--parts", nargs="+", default=["kernels", "log_probs", "hf", "vllm", "scheduler"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     world = init_distributed()
     parts = {"kernels": kernels, "log_probs": log_probs, "hf": partial(hf, world), "vllm": partial(vllm, world)}
     results = environment() | {"repeats": args.repeats, "stages": {}}
-    for part in args.parts:
+    for part in (part for part in args.parts if part != "scheduler"):
         for name, sides in parts[part]():
             found = results["stages"][name] = in_turns(sides, args.repeats)
             for side, r in found.items():
                 ratio = r["cpu_s"] / found["plainrl"]["cpu_s"]
                 print(f"{name:10} {side:12} {r['cpu_s']:8.4f} CPU s  {ratio:5.2f}  {r['peak']:6.0f} MiB", flush=True)
+    if "scheduler" in args.parts:
+        results["stages"] |= (found := scheduler(world, args.repeats))
+        print(json.dumps(found, indent=1))
     if args.output:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
 

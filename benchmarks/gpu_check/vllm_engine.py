@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,14 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu_check.common import TOY_MODEL, random_batch, random_model, shape, the_world
-from benchmarks.gpu_check.measure import kernels_of, seconds_of, timed
+from benchmarks.gpu_check.measure import kernels_of, timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.data_proto import DataProto
 from lib.distributed import make_mesh, shard_model
 from lib.distributed.sharding import fsdp_modules
 from lib.model import batched_log_probs, load_tokenizer
 from lib.rollout import Sampling, make_engine, sync_weights
-from lib.rollout.vllm_engine import VLLMEngine
+from lib.rollout.vllm_engine import VLLMEngine, generated
 
 TOLERANCE = 0.25  # nats on the probe of a sync, as in training in bf16
 
@@ -38,9 +38,8 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
     model = shard_model(random_model(path, device), make_mesh(the_world()), dtype)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        made = make_engine(
-            "vllm", model, tokenizer, folder=Path(folder, "engine"), max_length=32 + T, dtype=dtype, gpu_memory=0.3
-        )
+        settings = {"folder": Path(folder, "engine"), "max_length": 32 + T, "dtype": dtype, "gpu_memory": 0.3}
+        made = make_engine("vllm", model, tokenizer, rows=4 * count, **settings)
         yield row("vLLM: start of the engine", time.perf_counter() - start, "s")
         made.stop_ids = []  # no row ends early
         prompts = prompts_of(count, len(tokenizer), device)
@@ -109,19 +108,18 @@ def alone(made: VLLMEngine, prompts: DataProto, rollout: DataProto, label: str, 
 
 
 def steps(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torch.device) -> Iterator[dict]:
-    """The same requests with fewer rows, what the GPU computes in them, and log-probs as one object a token, where ours
-    are flat lists (G16)."""
+    """The same requests by both schedulers, what the GPU computes in them, and log-probs as one object a token, where
+    ours are flat lists (G16)."""
     prompts = [{"prompt_token_ids": list(ids)} for ids in rollout.non_tensor_batch["raw_prompt_ids"]]
 
-    def run(rows: int = count, flat: bool = True) -> None:
+    def run(rows: int = count, flat: bool = True) -> list:
         params = [made._params(T, temperature=1.0, logprobs=0, seed=i) for i in range(rows)]
         for p in params:
             p.flat_logprobs = flat
-        made._run(prompts[:rows], params)
+        return made._run([prompts[i % count] for i in range(rows)], params)
 
-    for rows in sorted({max(1, count // n) for n in (256, 16, 4, 1)}):
-        seconds = seconds_of(partial(run, rows), 2)
-        yield row(f"vLLM: a step of {rows} rows", 1e3 * seconds / T, "ms", tokens_per_s=rows * T / seconds)
+    for rows in sorted({max(1, count // 256), count // 4, count, 4 * count}):
+        yield from schedulers(made, partial(run, rows), rows, T, device)
     if device.type == "cuda":
         kernels = sum(ms for _, ms in kernels_of(run).values())
         yield row(f"vLLM: what the GPU computes in a step of {count} rows", kernels / T, "ms")
@@ -129,6 +127,24 @@ def steps(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torc
     ratio = min(objects for _, objects in pairs) / min(flat for flat, _ in pairs)
     said = f"one object a log-prob takes {ratio:.2f} times as long as flat lists"
     yield row("vLLM: log-probs as objects / flat", ratio, "", None, claim(device, "G16", ratio > 1.02, said))
+
+
+def schedulers(made: VLLMEngine, run: Callable[[], list], rows: int, T: int, device: torch.device) -> Iterator[dict]:
+    """A step by vLLM's scheduler and by the one for rollouts, in turns. Tokens, log-probs and reasons have to be equal,
+    and a step of 256 rows of 0.5B to take 5 ms at most."""
+    seconds, found = {True: 9e9, False: 9e9}, {}
+    for ours in (False, True) * 3:
+        made._scheduler.handles_rows = ours
+        start = time.perf_counter()
+        outputs = run()
+        seconds[ours] = min(seconds[ours], time.perf_counter() - start)
+        found[ours] = [generated(output) for output in outputs]
+    vllms, own = 1e3 * seconds[False] / T, 1e3 * seconds[True] / T
+    ok = own <= 5 if device.type == "cuda" and rows == 256 else None
+    yield row(f"vLLM: a step of {rows} rows, by its own scheduler", vllms, "ms")
+    yield row(f"vLLM: a step of {rows} rows", own, "ms", ok, tokens_per_s=rows * T / seconds[True])
+    equal = sum(a == b for a, b in zip(found[True], found[False])) / rows
+    yield row(f"vLLM: {rows} rows, equal by both schedulers", equal, "", equal == 1)
 
 
 def sleep(made: VLLMEngine, device: torch.device) -> Iterator[dict]:

@@ -17,9 +17,16 @@ from transformers import PreTrainedModel
 from lib import InputError, is_first_on_node
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import Part, all_gather_lists, broadcast, compute_device, new_cpu_subgroup
+from lib.distributed import Mean, Metric, Part, all_gather_lists, broadcast, compute_device, new_cpu_subgroup
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, check_expanded, row_limits, stop_token_ids
-from lib.rollout.vllm_start import adapter_settings, cached, engine_settings, prepare_for_cpu, save_files
+from lib.rollout.vllm_start import (
+    adapter_settings,
+    cached,
+    engine_settings,
+    prepare_for_cpu,
+    save_files,
+    scheduler_settings,
+)
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
 from lib.sampling import Sampling
 from lib.seeds import seeded
@@ -60,6 +67,7 @@ class VLLMEngine(SteppedEngine):
         if several := dist.get_world_size() > 1:
             settings["distributed_executor_backend"] = "external_launcher"
         more = dict(more or {})
+        settings |= {} if "scheduler_cls" in more else scheduler_settings()
         self._asks_for_lora: bool | None = more.pop("enable_lora", None)
         settings |= more | self._lora_settings(model)
         try:
@@ -86,6 +94,7 @@ class VLLMEngine(SteppedEngine):
         self._base: int | None = None  # the checksum of the weights below an adapter
         self._adapters = count(1)
         self._lora: Any = None  # the LoRARequest of each request
+        self._scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.sleep()
 
     def _lora_settings(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -185,8 +194,7 @@ class VLLMEngine(SteppedEngine):
     @contextmanager
     def session(self) -> Iterator[None]:
         """Inside it submit, step and abort may be called."""
-        self._check_weights()
-        with own_generators(self._device):
+        with self._sampling():
             try:
                 yield
             finally:
@@ -260,13 +268,21 @@ class VLLMEngine(SteppedEngine):
     def _params(self, max_tokens: int, **settings):
         return request_params(max_tokens=max_tokens, stop_token_ids=self.stop_ids, **settings)
 
-    def _check_weights(self) -> None:
+    @contextmanager
+    def _sampling(self) -> Iterator[None]:
         if self.version is None:  # asleep, vLLM would spin for ever
             raise WeightSyncError("the vLLM engine has no weights: call sync_weights before generate")
+        self._scheduler.steps = self._scheduler.fallback_steps = 0
+        with own_generators(self._device):
+            yield
+
+    def metrics(self) -> dict[str, Metric]:
+        """The share of the last rollout's steps that were not decodes alone (rollout_scheduler.py)."""
+        scheduler = self._scheduler
+        return {"rollout/scheduler_fallback_steps": Mean(scheduler.fallback_steps, scheduler.steps)}
 
     def _run(self, prompts: list[dict], params: list) -> list:
-        self._check_weights()
-        with own_generators(self._device):
+        with self._sampling():
             return self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._lora)
 
 

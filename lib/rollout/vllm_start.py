@@ -1,6 +1,7 @@
 """What a vLLM engine starts with, in this process or as a server: files, settings, and fixes of vLLM for CPUs."""
 
 import copy
+import logging
 import os
 import shutil
 import sys
@@ -111,6 +112,20 @@ def engine_settings(
     settings |= {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
     settings["enable_chunked_prefill"] = False  # with seeded requests it crashes on a CPU
     return settings | {"max_num_seqs": 512}  # a step of a tiny model costs the scheduler's time
+
+
+def scheduler_settings() -> dict[str, Any]:
+    """Our scheduler, for the version of vLLM that it was written for."""
+    import vllm
+
+    if not vllm.__version__.startswith("0.32."):
+        if is_first_on_node():
+            what = "vLLM's own scheduler runs, which is slower: lib/rollout/rollout_scheduler.py knows vLLM 0.32"
+            print(f"note: {what}, this is {vllm.__version__}", flush=True)
+        return {}
+    unknown = "Using custom scheduler class"  # vLLM's warning that it may change: see the version
+    logging.getLogger("vllm.config.scheduler").addFilter(lambda record: unknown not in record.getMessage())
+    return {"scheduler_cls": "lib.rollout.rollout_scheduler.make_scheduler"}
 
 
 def adapter_settings(model: PreTrainedModel) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, wor
         raise InterruptedError
 
     weights = ModuleType("vllm_weights")
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm, __version__="0.32.0"))
     monkeypatch.setitem(sys.modules, "lib.rollout.vllm_weights", weights)
     monkeypatch.setattr(lib.rollout, "vllm_weights", weights, raising=False)
     monkeypatch.setattr("lib.rollout.vllm_engine.prepare_for_cpu", lambda _: None)

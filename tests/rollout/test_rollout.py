@@ -100,7 +100,7 @@ def random_prompts(n: int, copies: int = 1) -> DataProto:
     return prompts_of([g.integers(9, 104, size=g.integers(3, WIDTH + 1)).tolist() for _ in range(n)] * copies)
 
 
-def build(name, path, folder, max_length=64):
+def build(name, path, folder, max_length=64, **more):
     """(engine, its sharded model) with the weights not loaded yet."""
     model = shard_model(load_model(path), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
     tokenizer = load_tokenizer(TOY_MODEL)
@@ -113,7 +113,7 @@ def build(name, path, folder, max_length=64):
         max_length=max_length,
         dtype=torch.float32,
         gpu_memory=0.3,
-        more={"max_num_seqs": 300},
+        more={"max_num_seqs": 300, **more},
     ), model
 
 
@@ -128,7 +128,7 @@ def engine_and_model(request, world, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "vllm":  # a step ahead, as on a GPU
             patch.setattr("vllm.config.VllmConfig.max_concurrent_batches", 2)
-        engine, model = build(request.param, path, folder / "engine")
+        engine, model = build(request.param, path, folder / "engine", max_length=128, block_size=32)
     sync_weights(engine, model, 0, tolerance=TOLERANCE)
     yield engine, model
     close(engine)
@@ -623,6 +623,91 @@ def test_no_request_outlives_its_abort_or_its_session(engine_and_model):
         assert set(drain(engine, 1)) == {"3"}
     if not engine.long_steps:
         assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
+# ---- the scheduler for rollouts ------------------------------------------------------------------
+
+
+def schedule_by(engine, patch, queue: int, own: bool) -> None:
+    """Lets vLLM's scheduler, or ours for rollouts, run, with so many steps in flight."""
+    scheduling = importlib.import_module("lib.rollout.rollout_scheduler")
+    core = engine.llm.llm_engine.engine_core.engine_core
+    engine._finish_steps()
+    if queue == 1:
+        patch.setattr(core, "batch_queue", None)
+        patch.setattr(core, "step_fn", core.step)
+    name = ("Async" if queue == 2 else "") + ("RolloutScheduler" if own else "Scheduler")
+    patch.setattr(core.scheduler, "__class__", getattr(scheduling, name))
+
+
+def play(engine, free_blocks: int) -> tuple[list, Counter]:
+    """What each of 30 requests got, and in which step. They come and are aborted in between, and some go on as an
+    agent's next turn does. And counts of the scheduler."""
+    llm, scheduler, counts = engine.llm.llm_engine, engine._scheduler, Counter()
+    pool, preempt = scheduler.kv_cache_manager.block_pool, scheduler._preempt_request
+    assert engine.llm.reset_prefix_cache()
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - free_blocks)
+    prompts, texts = random_prompts(30).non_tensor_batch["raw_prompt_ids"], {}
+
+    def add(i: int, ids: list[int], turn: int = 0) -> None:
+        more = {} if i % 7 == 3 else {"logprobs": 0}
+        if i == 25:
+            more |= {"stop": ["a"], "include_stop_str_in_output": True}
+        texts[f"{i} {turn}"] = ids
+        limit = min(1 + 13 * i % 60, 127 - len(ids))
+        params = engine._params(limit, temperature=1.0, seed=100 * turn + i, **more)
+        llm.add_request(f"{i} {turn}", {"prompt_token_ids": ids}, params)
+
+    def count_preempted(request, *args, **kwargs):
+        counts["preempted"] += 1
+        preempt(request, *args, **kwargs)
+
+    came, ended, step = 0, [], 0
+    with pytest.MonkeyPatch.context() as patch, engine._sampling():
+        patch.setattr(scheduler, "_preempt_request", count_preempted)
+        while came < 30 or llm.has_unfinished_requests():
+            arrive = {0: 16, 7: 22, 20: 28, 30: 30}.get(step, came)
+            for i in range(came, arrive):
+                add(i, prompts[i])
+            came = arrive
+            if step == 11:
+                llm.abort_request(["5 0", "14 0", "20 0"])
+            for output in llm.step():
+                out, i = output.outputs[0], int(output.request_id.split()[0])
+                values = (out.logprobs.logprobs, out.logprobs.ranks, out.logprobs.token_ids) if out.logprobs else ()
+                result = (step, output.request_id, *out.token_ids), values, out.finish_reason, out.stop_reason
+                ended.append((*result, output.num_cached_tokens))
+                text = [*texts[output.request_id], *out.token_ids]
+                if output.request_id.endswith(" 0") and i % 3 == 0 and len(text) < 100:
+                    add(i, [*text, *prompts[i]][:126], turn=1)
+            step += 1
+        counts |= {"steps": scheduler.steps, "fallback": scheduler.fallback_steps}
+    pool.free_blocks(held)
+    return ended, counts
+
+
+@pytest.mark.parametrize("queue", [1, 2])
+@pytest.mark.parametrize("free_blocks", [200, 20])
+def test_the_scheduler_for_rollouts_changes_nothing(engine_and_model, monkeypatch, queue, free_blocks):
+    """Tokens, log-probs, ranks, reasons, the step in which a request ends and what it found in the prefix cache, to the
+    bit; also with a cache that is too small for all."""
+    engine, _ = engine_and_model
+    if not isinstance(engine, VLLMEngine):
+        pytest.skip("of vLLM")
+    assert type(engine._scheduler).__name__ == "AsyncRolloutScheduler"
+    found = []
+    for own in (False, True):
+        with monkeypatch.context() as patch:
+            schedule_by(engine, patch, queue, own)
+            found.append(play(engine, free_blocks))
+            engine._finish_steps()
+    (expected, before), (got, counts) = found
+    assert got == expected
+    reasons = Counter(reason for *_, reason, _, _ in got)
+    assert min(reasons["stop"], reasons["length"]) > 3 and any(cached for *_, cached in got) and len(got) > 30
+    assert before["preempted"] == counts["preempted"] and (counts["preempted"] > 3) == (free_blocks == 20)
+    assert 0 < counts["fallback"] < 0.7 * counts["steps"]
+    assert not engine._scheduler._rows
 
 
 # ---- the sync that is checked --------------------------------------------------------------------
