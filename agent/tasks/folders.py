@@ -16,8 +16,8 @@ from typing import Any
 
 import jsonschema
 
+from agent.tasks.shell import Shell
 from lib import InputError
-from lib.sandbox import Shell
 
 WORKDIR = "/app"
 PLAIN_IMAGES = ("debian", "python", "ubuntu")  # without Docker, this machine's bash and Python are in their place

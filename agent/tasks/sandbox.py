@@ -23,11 +23,11 @@ from agent.tasks.folders import (
     read_tasks,
     task_names,
 )
+from agent.tasks.shell import Shell
 from agent.tools.base import BaseTool, _call, in_thread
 from lib import InputError
 from lib.cli.user_code import load_object
 from lib.reward.scorer import LARGEST_SCORE
-from lib.sandbox import Shell
 
 SETUP_S = 30.0  # seconds that a command of the set-up may take
 PIECE = 90_000  # characters of an upload in one command, of which the kernel takes 128 KiB

@@ -33,7 +33,6 @@ HOLDS = {  # the strongest level first
     "rlimits": "no network, no signals to others; but it reads and writes what you can, others' memory with it",
     "none": "programs are not run; mathematics is read in the scorer's own process",
 }
-SHELL_READS = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives")
 _zygotes: dict[str, socket.socket] = {}  # by imported module; shared with forks of this process
 _idle: dict[str, list[socket.socket]] = defaultdict(list)  # sandboxes for evaluate(), by function
 _lock = threading.Lock()
@@ -54,7 +53,7 @@ def _real(paths) -> list[str]:
     return sorted({os.path.realpath(path) for path in paths if Path(path).exists()})
 
 
-def _outermost(paths) -> list[str]:
+def outermost(paths) -> list[str]:
     real = _real(paths)
     return [path for path in real if not any(path.startswith(other + "/") for other in real)]
 
@@ -65,7 +64,7 @@ def _folders() -> dict[str, list[str]]:
     stdlib = sysconfig.get_path("stdlib")
     shared = [f"{sys.base_prefix}/lib", stdlib, "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
     hidden = [f"{stdlib}/site-packages", f"{stdlib}/dist-packages", "/usr/lib/python3/dist-packages"]
-    return {"readable": _outermost(shared), "hidden": _real(hidden)}
+    return {"readable": outermost(shared), "hidden": _real(hidden)}
 
 
 def make_spec(packages: tuple = ("numpy",), **options) -> dict:
@@ -76,54 +75,6 @@ def make_spec(packages: tuple = ("numpy",), **options) -> dict:
     spec |= {"timeout": 10.0, "total_timeout": 60.0, "memory_mb": 1024, "processes": 16}
     spec |= {"folder_mb": 64, "output_mb": 8, "open_files": 64, "links": ()}
     return {**spec, "importable": list(packages), "prelude": "", **options}
-
-
-class Shell:
-    """A sandbox for shell commands. It sees the programs in /usr and this Python, read only, and the writable
-    `folders` (names in /, on one file system of folder_mb), which are empty at first and end with it."""
-
-    def __init__(self, folders: tuple[str, ...], memory_mb: int, folder_mb: int):
-        """Raises InputError without namespaces, RuntimeError if the sandbox does not start."""
-        if (level := sandbox_level()) != "namespaces":
-            why = f"the strongest here is {level}"
-            raise InputError(f"shell commands need a sandbox of level namespaces, and {why}")
-        if taken := self.taken().intersection(folders):
-            raise InputError(f"/{taken.pop()} of a sandbox is not writable")
-        spec: dict = {"readable": self.readable(), "hidden": [], "packages": [], "links": folders}
-        spec["environment"] = {"PATH": f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"}
-        spec |= {"memory_mb": memory_mb, "folder_mb": folder_mb, "output_mb": folder_mb}
-        spec |= {"processes": 32, "open_files": 256, "total_timeout": 3600}
-        self.conn = connect(make_spec(form="shell", level=level, **spec))
-        self.lock = threading.Lock()  # an unread answer comes before the next command
-
-    @staticmethod
-    @lru_cache
-    def readable() -> list[str]:
-        return _outermost([*SHELL_READS, f"{sys.base_prefix}/bin", f"{sys.base_prefix}/lib"])
-
-    @classmethod
-    def taken(cls) -> set[str]:
-        """Names in / that are not for `folders`."""
-        own = {Path(path).parts[1] for path in cls.readable()}
-        return own | {"", "dev", "lib", "lib64", "bin", "proc", "sys", "tmp"}
-
-    def exec(self, command: str, timeout_s: float) -> tuple[int, str]:
-        """(exit code, output), see zygote.run_shell. Raises RuntimeError if the sandbox is gone."""
-        with self.lock:
-            try:
-                send(self.conn, [command, timeout_s])
-                code, output = receive(self.conn, time.monotonic() + timeout_s + GRACE)
-            except (OSError, EOFError, ValueError, TypeError) as error:
-                self.conn.close()
-                raise RuntimeError(f"the sandbox is gone: {error!r}") from None
-        return int(code), str(output)
-
-    def close(self) -> None:
-        """Ends all that runs in it, and waits for that."""
-        with suppress(OSError):  # it is closed
-            self.conn.shutdown(socket.SHUT_WR)  # a command ends, and frees the lock
-        with self.lock, suppress(OSError):
-            hang_up(self.conn)
 
 
 def _start_zygote(module: str) -> socket.socket:

@@ -18,12 +18,13 @@ import pytest
 from agent import MultiTurn, get_tool_parser, open_task
 from agent.tasks.folders import read_task, read_tasks
 from agent.tasks.sandbox import LocalSandbox, OpenTask
+from agent.tasks.shell import Shell
 from agent.tools.builtin import load_tools
 from data import task_folders as rows_of
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.run.run_config import digest_of
-from lib.sandbox import Shell, client
+from lib.sandbox import client
 from tests.agent.test_agent_loop import END, play, response_text, rewards, tokenizer
 from tests.common import ROOT, fork, metrics, ran
 
