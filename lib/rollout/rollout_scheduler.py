@@ -53,6 +53,9 @@ class Row:
 
 
 class RolloutScheduler(Scheduler):
+    finished_req_ids: set[str]  # vLLM's: of requests since the last step
+    reset_preempted_req_ids: set[str]
+    prev_step_scheduled_req_ids: set[str]
     in_flight = 0  # steps that are scheduled before the one before has been read
 
     def __init__(self, *args, **kwargs):
