@@ -53,6 +53,9 @@ class Row:
 
 
 class RolloutScheduler(Scheduler):
+    finished_req_ids: set[str]  # vLLM's: of requests since the last step
+    reset_preempted_req_ids: set[str]
+    prev_step_scheduled_req_ids: set[str]
     in_flight = 0  # steps that are scheduled before the one before has been read
 
     def __init__(self, *args, **kwargs):
@@ -157,7 +160,8 @@ class RolloutScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Keeps the tokens of rows that go on; the others are vLLM's."""
         sampled, at = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        found, others = model_runner_output.logprobs, {}
+        found = model_runner_output.logprobs
+        others: dict[str, int] = {}
         log_probs, ranks = (found.logprobs[:, 0].tolist(), found.sampled_token_ranks.tolist()) if found else ([], [])
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             row, i = self._rows.get(request_id), at.get(request_id)

@@ -279,7 +279,7 @@ class VLLMEngine(SteppedEngine):
     def metrics(self) -> dict[str, Metric]:
         """The share of the last rollout's steps that were not decodes alone (rollout_scheduler.py)."""
         scheduler = self._scheduler
-        return {"rollout/scheduler_fallback_steps": Mean(scheduler.fallback_steps, scheduler.steps)}
+        return {"perf/scheduler_fallback_steps": Mean(scheduler.fallback_steps, scheduler.steps)}
 
     def _run(self, prompts: list[dict], params: list) -> list:
         with self._sampling():

@@ -17,7 +17,7 @@ from lib.args import engine_rows
 from lib.distributed import World
 from lib.model import ForwardConfig, load_tokenizer
 from lib.rollout.vllm_engine import VLLMEngine, own_generators
-from lib.rollout.vllm_start import cached, engine_settings, save_files
+from lib.rollout.vllm_start import cached, engine_settings, save_files, scheduler_settings
 from servers.managed import Server
 from tests.common import TOY_MODEL, full_disk, parse_flags, skip_without_vllm
 
@@ -103,7 +103,7 @@ def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, wor
     started = []
 
     def llm(path, **settings):
-        started.append(Path(path))
+        started.append((Path(path), settings["scheduler_cls"]))
         raise InterruptedError
 
     weights = ModuleType("vllm_weights")
@@ -111,14 +111,23 @@ def test_engines_start_from_it_if_they_compile(tmp_path, cache, monkeypatch, wor
     monkeypatch.setitem(sys.modules, "lib.rollout.vllm_weights", weights)
     monkeypatch.setattr(lib.rollout, "vllm_weights", weights, raising=False)
     monkeypatch.setattr("lib.rollout.vllm_engine.prepare_for_cpu", lambda _: None)
-    options = {"max_length": 40, "dtype": torch.float32, "gpu_memory": 0.3, "more": {"enforce_eager": eager}}
+    more, scheduler = {"enforce_eager": eager}, "lib.rollout.rollout_scheduler.make_scheduler"
+    if eager:
+        more["scheduler_cls"] = scheduler = "the.users"
+    options = {"max_length": 40, "dtype": torch.float32, "gpu_memory": 0.3, "more": more}
     with pytest.raises(InterruptedError):
         VLLMEngine(model(), load_tokenizer(TOY_MODEL), folder=tmp_path / "model", **options)
     order = {"folder": str(tmp_path), "program": [], "settings": {"enforce_eager": eager}}
     server = Server(0, order, {"VLLM_API_KEY": ""}, "127.0.0.1")
     server._take_port()
     own = tmp_path / "model" if eager else cached(tmp_path / "model")
-    assert started == [own] and f"model: {own}\n" in server.config.read_text()
+    assert started == [(own, scheduler)] and f"model: {own}\n" in server.config.read_text()
+
+
+def test_another_version_of_vllm_keeps_its_own_scheduler(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
+    assert scheduler_settings() == {}
+    assert capsys.readouterr().out.startswith("note: vLLM's own scheduler runs, which is slower: ")
 
 
 @pytest.mark.parametrize(

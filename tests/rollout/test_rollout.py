@@ -710,6 +710,26 @@ def test_the_scheduler_for_rollouts_changes_nothing(engine_and_model, monkeypatc
     assert not engine._scheduler._rows
 
 
+def test_other_requests_are_left_to_vllms_scheduler(engine_and_model):
+    engine, _ = engine_and_model
+    if not isinstance(engine, VLLMEngine):
+        pytest.skip("of vLLM")
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+
+    llm, scheduler = engine.llm.llm_engine, engine._scheduler
+    detection = RepetitionDetectionParams(max_pattern_size=2, min_count=3)
+    special = {"stop": ["a"]}, {"logprobs": 2}, {"repetition_detection": detection}
+    for settings in ({}, {"logprobs": 0, "min_tokens": 3, "top_p": 0.5, "repetition_penalty": 1.1}, *special):
+        for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA):
+            params = engine._params(8, **settings)
+            params.output_kind = kind
+            llm.add_request("a", {"prompt_token_ids": [9, 10]}, params)
+            whole = settings not in special and kind == RequestOutputKind.FINAL_ONLY
+            assert len(scheduler._rows) == whole, (settings, kind)
+            llm.abort_request(["a"])
+            assert not scheduler._rows
+
+
 # ---- the sync that is checked --------------------------------------------------------------------
 
 
@@ -898,6 +918,10 @@ def test_vllm_samples_with_adapters_and_with_merged_weights(world, tmp_path, cap
         assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
         assert (engine._lora is not None) == (way == "adapter")
         out = engine.generate(random_prompts(6), Sampling(8), [*range(6)])
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler, "handles_rows", False)  # by vLLM's own scheduler
+            again = engine.generate(random_prompts(6), Sampling(8), [*range(6)])
+        assert all(torch.equal(out.batch[key], again.batch[key]) for key in ("responses", "rollout_log_probs"))
         assert (on_policy(model, out, Sampling(8))[0] - out.batch["rollout_log_probs"]).abs().max() < 1e-4
         with engine.session():  # requests one by one
             engine.submit("a", [9, 10, 11], Sampling(4), 1)
