@@ -34,9 +34,9 @@ $(VENV)/.ready: launch/requirements-gpu.txt launch/requirements-cpu.txt
 
 # the versions of the CPU machine, which runs the tests, but for the one that differs by platform
 UV ?= uv
-lock:  ## resolve launch/requirements.txt for GPU machines, to launch/requirements-gpu.txt (pip install uv)
+lock:  ## resolve requirements.txt for GPU machines, to launch/requirements-gpu.txt (pip install uv)
 	grep -vE '^apache-tvm-ffi==' launch/requirements-cpu.txt | $(UV) pip compile -q --universal --python-version 3.11 \
-		--no-annotate --no-header -c - -o requirements-gpu.new launch/requirements.txt
+		--no-annotate --no-header -c - -o requirements-gpu.new requirements.txt
 	{ grep '^#' launch/requirements-gpu.txt; sed 's/ ;.*//' requirements-gpu.new; } > requirements-gpu.lock
 	mv requirements-gpu.lock launch/requirements-gpu.txt && rm requirements-gpu.new
 

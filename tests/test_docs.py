@@ -378,8 +378,6 @@ def test_templates_name_files_and_commands_that_exist(file):
 def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
     page = text_of("installation.md")
     assert set(re.findall(r"torch==[\d.]+", page)) == {
-        line.split()[0]
-        for line in (ROOT / "launch/requirements.txt").read_text().splitlines()
-        if line.startswith("torch==")
+        line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
     }
     assert all((ROOT / "launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))

@@ -1,7 +1,7 @@
 """What a GPU machine with torch and transformers lacks, as wheels: `benchmarks/gpu_check.sh --wheels FOLDER`.
 
-Which of launch/requirements.txt the scripts and the parts of the check import is read from processes that run them
-small on CPU. With them comes what they require.
+Which of requirements.txt the scripts and the parts of the check import is read from processes that run them small on a
+CPU. With them comes what they require.
 """
 
 import os
@@ -57,7 +57,7 @@ def with_requirements(packages: set[str]) -> set[str]:
 def missing(there: tuple[str, ...] = ()) -> list[str]:
     """name==version of each package that the machine lacks, at the version that is installed here. there: packages that
     it has besides THERE."""
-    lines = [line.partition("#")[0].strip() for line in (ROOT / "launch/requirements.txt").read_text().splitlines()]
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     asked = {canonicalize_name(Requirement(line).name) for line in lines if line}
     owners = packages_distributions()
     used = {canonicalize_name(owner) for name in imported() for owner in owners.get(name, ())} & asked

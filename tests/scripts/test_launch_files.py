@@ -293,7 +293,7 @@ def pins(file: str) -> dict[str, str]:
 def test_the_lock_for_gpus_is_what_requirements_txt_asks_for():
     """And has the versions that the tests run with; `make lock` names the two packages that differ."""
     gpu, cpu = pins("launch/requirements-gpu.txt"), pins("launch/requirements-cpu.txt")
-    asked = [line.partition("#")[0].strip() for line in (ROOT / "launch/requirements.txt").read_text().splitlines()]
+    asked = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     for requirement in map(Requirement, filter(None, asked)):
         assert requirement.specifier.contains(gpu[canonicalize_name(requirement.name)]), requirement
     both = gpu.keys() & cpu.keys()
@@ -305,8 +305,6 @@ def test_the_lock_for_gpus_is_what_requirements_txt_asks_for():
     assert {"torchaudio", "torchcodec", "nvidia-nccl-cu13"} <= gpu.keys()
 
 
-@pytest.mark.parametrize(
-    "name", ["launch/requirements.txt", "launch/requirements-cpu.txt", "launch/requirements-gpu.txt"]
-)
+@pytest.mark.parametrize("name", ["requirements.txt", "launch/requirements-cpu.txt", "launch/requirements-gpu.txt"])
 def test_requirements_name_no_index(name):
     assert not re.search(r"://|^\s*-|@", (ROOT / name).read_text(), re.MULTILINE)
