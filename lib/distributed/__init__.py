@@ -10,6 +10,7 @@ from lib.distributed.clock import start_step, step_timing, timed
 from lib.distributed.collectives import BUCKET_BYTES, TakeOwn, all_gather_lists, all_to_all, all_to_all_objects
 from lib.distributed.collectives import address_towards, all_reduce_max, broadcast, global_counts, on_first_rank
 from lib.distributed.collectives import in_thread, join_group, new_cpu_group, new_cpu_subgroup
+from lib.distributed.compute_copy import master_of, masters_in_place, reduce_gradients, refresh_weights
 from lib.distributed.device import COMPILED, ESTIMATED, accelerator, device_name, device_names, device_setter
 from lib.distributed.device import device_rng_state, dump_memory, has_flash_attention, own_devices, profiler_activities
 from lib.distributed.device import record_memory, set_device_rng_state, synchronize, to_device, total_memory
