@@ -48,11 +48,10 @@ def gpu_here() -> Gpu:
 
 def memory_of(args: ScriptArgs, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
-    shard = args.shard
-    if shard.sharding != "fsdp2" and not shard.needs_fsdp2():
-        if shard.sharding == "zero1" or zero1_fits(args, ranks, gpu):
-            return _memory_of(args, ranks, gpu, zero1=True)
-    return _memory_of(args, ranks, gpu, zero1=False)
+    zero1 = args.shard.sharding == "zero1"
+    if args.shard.sharding == "auto" and not args.shard.needs_fsdp2():
+        zero1 = zero1_fits(args, ranks, gpu)
+    return _memory_of(args, ranks, gpu, zero1)
 
 
 def zero1_fits(args: ScriptArgs, ranks: int, gpu: int) -> bool:

@@ -96,6 +96,11 @@ class StepSettings:
         return 0 if self.zero1 else self.compute_dtype.itemsize
 
     @property
+    def gradient_ranks(self) -> int:
+        """Ranks that share the gradients of a backward pass before it ends."""
+        return 1 if self.zero1 else self.ranks
+
+    @property
     def prompt_share(self) -> float:
         """The tokens of a prompt for each of its responses."""
         return self.max_prompt_length / self.rows_a_prompt
@@ -134,7 +139,7 @@ def estimate_memory(step: StepSettings) -> Moments:
     update, host = _update(step, actor, accumulated)
     moments |= update
     if critic is not None:
-        moments["critic"], kept = _critic_update(step, critic, gradients, accumulated)
+        moments["critic"], kept = _critic_update(step, critic, accumulated)
         if step.offload_activations:
             host["activations"] = max(host["activations"], kept)
     if step.cpu_offload:
@@ -244,8 +249,7 @@ def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> t
     # at the last layer: the other layers' activations are gone, and their gradients exist; the root's come last
     of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
     done = {"activations": of_a_layer, "work": costs.last_layer - of_a_layer}
-    added = 0 if step.zero1 and accumulated else 4 * shard_numel(of_layers, 1 if step.zero1 else step.ranks)
-    done |= {"gradients": added} | accumulated
+    done |= {"gradients": 4 * shard_numel(of_layers, step.gradient_ranks)} | accumulated
     reduces = step.accumulation != "whole" and not step.zero1
     in_head = groups.whole_in_head(c, step.ranks)
     in_layers, in_last = (groups.whole_in_backward(c, step.ranks, reduces, last_layer=last) for last in (False, True))
@@ -259,9 +263,7 @@ def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> t
     return moments, host
 
 
-def _critic_update(
-    step: StepSettings, critic: PreTrainedModel, gradients: Parts, accumulated: Parts
-) -> tuple[Parts, int]:
+def _critic_update(step: StepSettings, critic: PreTrainedModel, accumulated: Parts) -> tuple[Parts, int]:
     """(its moment, its activations)."""
     groups, costs = FSDPGroups.of(critic), update_costs(critic, step.update_tokens, step.gradient_checkpointing)
     tower = TowerCosts.of(critic, step.image_tokens, step.gradient_checkpointing)
@@ -270,7 +272,7 @@ def _critic_update(
         "gathered weights": groups.whole_in_backward(step.gathered_itemsize, step.ranks, reduces),
         "work": max(costs.loss, costs.backward, costs.last_layer - costs.kept, tower.work),
         "activations": costs.kept // groups.layers if step.offload_activations else kept,
-        "critic gradients": gradients["critic gradients"],
+        "critic gradients": 4 * shard_numel(trainable_parameters(critic), step.gradient_ranks),
     }
     return parts | accumulated, kept
 

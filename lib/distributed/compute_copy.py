@@ -85,7 +85,7 @@ class ComputeCopy:
         for bucket in self._buckets(leaves) if self.ranks > 1 else ():
             rows = torch.cat([self._by_rank(self._sums.pop(leaf)) for leaf in bucket], 1)  # (ranks, n)
             own = rows.new_empty(rows.shape[1])
-            dist.reduce_scatter_tensor(own, rows, dist.ReduceOp.AVG, self.mesh.get_group())
+            dist.reduce_scatter_tensor(own, rows.flatten(), dist.ReduceOp.AVG, self.mesh.get_group())
             for leaf, shard in zip(bucket, own.split([self._padded(leaf) for leaf in bucket])):
                 self._sums[leaf] = self._shard(leaf, shard)
         for leaf in leaves:
@@ -101,9 +101,9 @@ class ComputeCopy:
         for bucket in self._buckets([*self.masters]):
             shards = [self.masters[leaf].to_local().to(leaf.dtype).flatten() for leaf in bucket]
             own = torch.cat([pad(x, (0, self._padded(leaf) - len(x))) for leaf, x in zip(bucket, shards)])
-            rows = own.new_empty(self.ranks, len(own))
+            rows = own.new_empty(self.ranks * len(own))
             dist.all_gather_into_tensor(rows, own, self.mesh.get_group())
-            for leaf, whole in zip(bucket, rows.split([self._padded(leaf) for leaf in bucket], 1)):
+            for leaf, whole in zip(bucket, rows.view(self.ranks, -1).split([self._padded(leaf) for leaf in bucket], 1)):
                 leaf.copy_(whole.reshape(-1)[: leaf.numel()].view_as(leaf))
 
     def _buckets(self, leaves: list[Parameter]) -> Iterator[list[Parameter]]:

@@ -26,7 +26,7 @@ def start(args: ScriptArgs) -> tuple[World, Needs, Inputs]:
     needs = check(args, world.device)
     inputs = load_inputs(args)
     if world.rank == 0:
-        print(f"{describe(args, needs.sizes, world, inputs)}\nsharding: {needs.sharding}", flush=True)
+        print(describe(args, needs.sizes, world, inputs), flush=True)
     if not args.run.dry_run:
         check_memory(args, needs.sizes, world)
     return world, needs, inputs
