@@ -150,6 +150,9 @@ def estimate_memory(step: StepSettings) -> Moments:
                     parts.pop(name, None)
     else:
         moments["optimizer"] = gradients
+        if step.zero1 and step.ranks > 1:
+            largest = max(p.numel() for model in trained.values() for p in model.parameters())
+            moments["optimizer"] = gradients | {"gathered weights": step.compute_dtype.itemsize * largest}
         moments = {moment: held | parts for moment, parts in moments.items()}
     return moments | {"host": host} if host else moments
 

@@ -1,8 +1,8 @@
 """Launch, waits, device mesh, FSDP2 and collectives: the same code for 1 process or many, CPU (gloo) or GPU (nccl).
 
 Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`. accelerate only launches: on a
-CPU it would silently replace FSDP2 by DDP. Sharding is `fully_shard` itself at every world size. FSDP averages
-gradients over ranks, so multiply a loss that is normalised by *global* counts by `world_size`."""
+CPU it would silently replace FSDP2 by DDP. Models are split by ZeRO-1 (compute_copy.py) or FSDP2 (sharding.py). Both
+average gradients over ranks, so multiply a loss that is normalised by *global* counts by `world_size`."""
 
 # ruff: noqa: F401, I001  these names are what the package offers
 

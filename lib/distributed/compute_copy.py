@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Module, Parameter
 from torch.nn.functional import pad
 
-from lib.distributed.collectives import BUCKET_BYTES
+# their names from torch 2.13 on
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+BUCKET_BYTES = 64 << 20  # of masters or gradients in a collective; a larger tensor goes alone
 
 
 def replace_parameters(model: Module, new: Callable[[Parameter], Parameter]) -> None:
@@ -83,9 +86,11 @@ class ComputeCopy:
             return
         leaves = [leaf for leaf in self.masters if leaf in self._sums]  # in the same order on all ranks
         for bucket in self._buckets(leaves) if self.ranks > 1 else ():
-            rows = torch.cat([self._by_rank(self._sums.pop(leaf)) for leaf in bucket], 1)  # (ranks, n)
+            parts = [self._by_rank(self._sums.pop(leaf)) for leaf in bucket]
+            rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]  # (ranks, n)
+            del parts
             own = rows.new_empty(rows.shape[1])
-            dist.reduce_scatter_tensor(own, rows.flatten(), dist.ReduceOp.AVG, self.mesh.get_group())
+            reduce_scatter(own, rows.flatten(), dist.ReduceOp.AVG, self.mesh.get_group())
             for leaf, shard in zip(bucket, own.split([self._padded(leaf) for leaf in bucket])):
                 self._sums[leaf] = self._shard(leaf, shard)
         for leaf in leaves:
@@ -102,7 +107,7 @@ class ComputeCopy:
             shards = [self.masters[leaf].to_local().to(leaf.dtype).flatten() for leaf in bucket]
             own = torch.cat([pad(x, (0, self._padded(leaf) - len(x))) for leaf, x in zip(bucket, shards)])
             rows = own.new_empty(self.ranks * len(own))
-            dist.all_gather_into_tensor(rows, own, self.mesh.get_group())
+            all_gather(rows, own, self.mesh.get_group())
             for leaf, whole in zip(bucket, rows.view(self.ranks, -1).split([self._padded(leaf) for leaf in bucket], 1)):
                 leaf.copy_(whole.reshape(-1)[: leaf.numel()].view_as(leaf))
 
