@@ -48,6 +48,17 @@ def gpu_here() -> Gpu:
 
 def memory_of(args: ScriptArgs, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
+    zero1 = args.shard.sharding == "zero1"
+    if args.shard.sharding == "auto" and not args.shard.needs_fsdp2():
+        zero1 = zero1_fits(args, ranks, gpu)
+    return _memory_of(args, ranks, gpu, zero1)
+
+
+def zero1_fits(args: ScriptArgs, ranks: int, gpu: int) -> bool:
+    return fits(_memory_of(args, ranks, gpu, zero1=True), gpu)
+
+
+def _memory_of(args: ScriptArgs, ranks: int, gpu: int, zero1: bool) -> Moments:
     model, shard, rollout, sizes = args.model, args.shard, args.rollout, step_sizes(args, ranks)
     dtype = get_compute_dtype(model.compute_dtype, ESTIMATED)
     rows_a_prompt = args.group_size if model.shares_prompts else 1
@@ -56,6 +67,7 @@ def memory_of(args: ScriptArgs, ranks: int, gpu: int) -> Moments:
     several: Literal["whole", "sharded"] = "sharded" if shard.reduce_each_micro_batch else "whole"
     step = StepSettings(
         ranks=ranks // shard.dp_replicate_size,
+        zero1=zero1,
         compute_dtype=dtype,
         frozen_dtype=dtype,
         micro_batch_tokens=args.optimizer.micro_batch_tokens,
@@ -143,6 +155,7 @@ def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
     having = {"critic": args.critic_model is not None, "ref": args.kl_coef, "reward_model": args.reward.reward_model}
     models = ["actor", *(name for name, there in having.items() if there)]
     savers = [
+        *([Saver("--sharding fsdp2", "shard", "sharding", "fsdp2")] if args.shard.sharding == "zero1" else []),
         Saver("--reduce-each-micro-batch", "shard", "reduce_each_micro_batch", True),
         Saver(f"--micro-batch-tokens {tokens}", "optimizer", "micro_batch_tokens", tokens),
         Saver("--gradient-checkpointing", "model", "gradient_checkpointing", True),
@@ -150,4 +163,5 @@ def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
     for parts in (["activations"], ["activations", *models]):
         offloaded = tuple(dict.fromkeys([*args.shard.cpu_offload, *parts]))
         savers.append(Saver(f"--cpu-offload {' '.join(offloaded)}", "shard", "cpu_offload", offloaded))
-    return [s for s in savers[ranks == 1 :] if getattr(getattr(args, s.group), s.name) != s.value]
+    without = "reduce_each_micro_batch" if ranks == 1 else ""
+    return [s for s in savers if getattr(getattr(args, s.group), s.name) != s.value and s.name != without]

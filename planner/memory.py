@@ -69,6 +69,7 @@ class StepSettings:
     max_response_length: int
     mini_batch_rows: int = 0  # those of an update; 0: all
     rows_a_prompt: int = 1  # responses to a prompt that is computed once
+    zero1: bool = False  # --sharding
     accumulation: Literal["none", "whole", "sharded"] = "whole"  # one micro-batch, or gradients of several
     entropy_in_loss: bool = True  # the loss has a gradient by the entropies
     gradient_checkpointing: bool = False
@@ -88,6 +89,16 @@ class StepSettings:
     scores_awake: bool = False  # the reward model runs while vLLM is awake
     gathered_bytes: int = 0  # of the columns of all ranks' rows
     trust_remote_code: bool = False
+
+    @property
+    def gathered_itemsize(self) -> int:
+        """Bytes of a weight that FSDP2 gathers."""
+        return 0 if self.zero1 else self.compute_dtype.itemsize
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks that share the gradients of a backward pass before it ends."""
+        return 1 if self.zero1 else self.ranks
 
     @property
     def prompt_share(self) -> float:
@@ -128,7 +139,7 @@ def estimate_memory(step: StepSettings) -> Moments:
     update, host = _update(step, actor, accumulated)
     moments |= update
     if critic is not None:
-        moments["critic"], kept = _critic_update(step, critic, gradients, accumulated)
+        moments["critic"], kept = _critic_update(step, critic, accumulated)
         if step.offload_activations:
             host["activations"] = max(host["activations"], kept)
     if step.cpu_offload:
@@ -139,6 +150,9 @@ def estimate_memory(step: StepSettings) -> Moments:
                     parts.pop(name, None)
     else:
         moments["optimizer"] = gradients
+        if step.zero1 and step.ranks > 1:
+            largest = max(p.numel() for model in trained.values() for p in model.parameters())
+            moments["optimizer"] = gradients | {"gathered weights": step.compute_dtype.itemsize * largest}
         moments = {moment: held | parts for moment, parts in moments.items()}
     return moments | {"host": host} if host else moments
 
@@ -167,14 +181,18 @@ def models_of(step: StepSettings) -> tuple[Models, Models]:
 def _held_parts(step: StepSettings, trained: Models, frozen: Models) -> Parts:
     """From the first step to the last."""
     held: Parts = {}
-    frozen_bytes = step.frozen_dtype.itemsize
+    frozen_bytes, share_frozen = step.frozen_dtype.itemsize, 1 if step.zero1 else step.ranks
+    is_copy = step.zero1 and (step.ranks > 1 or step.compute_dtype.itemsize != 4)
     for prefix, model in trained.items():
-        trains = shard_numel(trainable_parameters(model), step.ranks)
-        stays = shard_numel([p for p in model.parameters() if not p.requires_grad], step.ranks)
-        held[f"{prefix}weights"] = 4 * trains + (frozen_bytes if step.lora_rank else 4) * stays
+        parameters = trainable_parameters(model)
+        trains = shard_numel(parameters, step.ranks)
+        stays = shard_numel([p for p in model.parameters() if not p.requires_grad], share_frozen)
+        held[f"{prefix}weights"] = 4 * trains + (frozen_bytes if step.lora_rank or step.zero1 else 4) * stays
+        if is_copy:
+            held[f"{prefix}copy"] = step.compute_dtype.itemsize * shard_numel(parameters, 1)
         held[f"{prefix}Adam"] = 8 * trains
     for name, model in frozen.items():
-        held[name] = frozen_bytes * shard_numel(list(model.parameters()), step.ranks)
+        held[name] = frozen_bytes * shard_numel(list(model.parameters()), share_frozen)
     return held
 
 
@@ -202,15 +220,16 @@ def _sampling(step: StepSettings, actor: PreTrainedModel) -> Moments:
     vocabulary = actor.config.get_text_config().vocab_size
     sampling = step.rows * vocabulary * (c + 12)  # logits; in fp32: logits / temperature, their CDF and log-softmax
     caches = prompts * cached, step.rows * row_length * cached
+    gathered = step.gathered_itemsize * sum(p.numel() for p in actor.parameters())
     return {
-        "prefill": {"gathered weights": weights, "KV cache": caches[0], "work": prefill},
-        "rollout": {"gathered weights": weights, "KV cache": caches[1], "work": sampling},
+        "prefill": {"gathered weights": gathered, "KV cache": caches[0], "work": prefill},
+        "rollout": {"gathered weights": gathered, "KV cache": caches[1], "work": sampling},
     }
 
 
 def _pass(step: StepSettings, model: PreTrainedModel) -> Parts:
     """Of a forward pass without gradients: its worst moment."""
-    c, ranks, tokens = step.compute_dtype.itemsize, step.ranks, step.pass_tokens
+    c, ranks, tokens = step.gathered_itemsize, step.ranks, step.pass_tokens
     groups, tower = FSDPGroups.of(model), TowerCosts.of(model, step.image_tokens)
     layer = max(forward_peak(model, tokens, with_head=False), tower.work)
     at_start = {"gathered weights": groups.whole_at_start(c, ranks), "work": 0}
@@ -221,7 +240,7 @@ def _pass(step: StepSettings, model: PreTrainedModel) -> Parts:
 
 def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> tuple[Moments, Parts]:
     """(moments of the policy's update, what is in the host's memory)."""
-    c, groups, tokens = step.compute_dtype.itemsize, FSDPGroups.of(actor), step.update_tokens
+    c, groups, tokens = step.gathered_itemsize, FSDPGroups.of(actor), step.update_tokens
     costs = update_costs(actor, tokens, step.gradient_checkpointing, step.entropy_in_loss)
     tower = TowerCosts.of(actor, step.image_tokens, step.gradient_checkpointing)
     of_a_layer, host = costs.kept // groups.layers, {}
@@ -233,8 +252,8 @@ def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> t
     # at the last layer: the other layers' activations are gone, and their gradients exist; the root's come last
     of_layers = [p for layer in decoder_layers(actor) for p in trainable_parameters(layer)]
     done = {"activations": of_a_layer, "work": costs.last_layer - of_a_layer}
-    done |= {"gradients": 4 * shard_numel(of_layers, step.ranks)} | accumulated
-    reduces = step.accumulation != "whole"
+    done |= {"gradients": 4 * shard_numel(of_layers, step.gradient_ranks)} | accumulated
+    reduces = step.accumulation != "whole" and not step.zero1
     in_head = groups.whole_in_head(c, step.ranks)
     in_layers, in_last = (groups.whole_in_backward(c, step.ranks, reduces, last_layer=last) for last in (False, True))
     moments = {
@@ -247,18 +266,16 @@ def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> t
     return moments, host
 
 
-def _critic_update(
-    step: StepSettings, critic: PreTrainedModel, gradients: Parts, accumulated: Parts
-) -> tuple[Parts, int]:
+def _critic_update(step: StepSettings, critic: PreTrainedModel, accumulated: Parts) -> tuple[Parts, int]:
     """(its moment, its activations)."""
     groups, costs = FSDPGroups.of(critic), update_costs(critic, step.update_tokens, step.gradient_checkpointing)
     tower = TowerCosts.of(critic, step.image_tokens, step.gradient_checkpointing)
-    kept, reduces = costs.kept + tower.kept, step.accumulation != "whole"
+    kept, reduces = costs.kept + tower.kept, step.accumulation != "whole" and not step.zero1
     parts = {
-        "gathered weights": groups.whole_in_backward(step.compute_dtype.itemsize, step.ranks, reduces),
+        "gathered weights": groups.whole_in_backward(step.gathered_itemsize, step.ranks, reduces),
         "work": max(costs.loss, costs.backward, costs.last_layer - costs.kept, tower.work),
         "activations": costs.kept // groups.layers if step.offload_activations else kept,
-        "critic gradients": gradients["critic gradients"],
+        "critic gradients": 4 * shard_numel(trainable_parameters(critic), step.gradient_ranks),
     }
     return parts | accumulated, kept
 

@@ -33,7 +33,7 @@ from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
 from lib.data import local_copy
 from lib.data_proto import DataProto
-from lib.distributed import full_tensor
+from lib.distributed import full_tensor, reduce_gradients
 from tools.oracle import ROOT, load_script, run_quietly
 from tools.page.lens import most_apart
 
@@ -88,6 +88,7 @@ class _Probe:
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
+        reduce_gradients(self.model.module)
         gradient = torch.zeros_like(self.output) if self.output.grad is None else self.output.grad
         self.by_log_prob |= dict(zip(self.rows.tolist(), gradient.cpu()))
 

@@ -34,7 +34,7 @@ from lib import InputError, setup
 from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
 from lib.data_proto import DataProto
-from lib.distributed import full_tensor, iter_full_params
+from lib.distributed import full_tensor, iter_full_params, master_of
 from lib.model import NEVER, add_lora, least_kept, load_model, load_tokenizer, log_probs_of
 from lib.model.log_probs import batched_log_probs
 from lib.rollout import Rollouts
@@ -595,7 +595,8 @@ def _look(script: Any, args: Any, step: int, replayed: bool, folder: Path) -> Re
     def keep(self, actor, version):
         metrics = sync(self, actor, version)
         engines[:] = [self.engine]
-        weights = {name: full_tensor(p.detach()).to("cpu", copy=True) for name, p in actor.module.named_parameters()}
+        masters = [(name, master_of(actor.module, p)) for name, p in actor.module.named_parameters()]
+        weights = {name: full_tensor(p.detach()).to("cpu", copy=True) for name, p in masters}
         versions[version] = weights
         for old in sorted(versions)[:-VERSIONS]:
             del versions[old]

@@ -70,6 +70,8 @@ class ModelArgs(Group):
 class ShardArgs(Group):
     """How models are split over ranks (docs/scaling.md)."""
 
+    sharding: Annotated[Literal["auto", "fsdp2", "zero1"], MAY_CHANGE] = "auto"
+    """zero1: split optimizer and fp32 weights; fsdp2: all of a model; auto: zero1 where it fits"""
     dp_replicate_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
     """copies of the model (HSDP), each split over its share of the ranks; 1: one over all ranks"""
     sequence_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
@@ -80,6 +82,20 @@ class ShardArgs(Group):
     """reduce gradients after each micro-batch: 1 / ranks of their memory, more communication"""
     cpu_offload: Annotated[tuple[Offloaded, ...], MAY_CHANGE] = ()
     """models whose weights and optimizer stay in CPU memory; activations: those of the update"""
+
+    def needs_fsdp2(self) -> list[str]:
+        """The flags given that only FSDP2 knows."""
+        given = {
+            "--dp-replicate-size": self.dp_replicate_size > 1,
+            "--tensor-parallel-size": self.tensor_parallel_size > 1,
+            "--reduce-each-micro-batch": self.reduce_each_micro_batch,
+            "--cpu-offload of a model": bool({*self.cpu_offload} - {"activations"}),
+        }
+        return [flag for flag, is_given in given.items() if is_given]
+
+    def check(self) -> None:
+        if self.sharding == "zero1" and (flags := self.needs_fsdp2()):
+            raise InputError(f"--sharding zero1 does not work with {flags[0]}: drop one of them")
 
     def parallel_sizes(self) -> dict[str, int]:
         """{flag: how many ranks compute the same rows together}."""

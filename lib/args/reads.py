@@ -59,7 +59,7 @@ TABLE: tuple[Row, ...] = (
     Row("", "run_name output_dir config seed dry_run memory_check resume record replay stage_timeout track"),
     Row("", "model compute_dtype attn_implementation trust_remote_code lora_rank"),
     Row("", "compile use_liger_kernel"),
-    Row("", "dp_replicate_size sequence_parallel_size tensor_parallel_size cpu_offload micro_batch_tokens"),
+    Row("", "sharding dp_replicate_size sequence_parallel_size tensor_parallel_size cpu_offload micro_batch_tokens"),
     Row("", "dataset_class max_prompt_length overlong_prompts chat_template_kwargs allow_special_tokens"),
     Row("", "columns prompt_template system_prompt chat_template"),
     Row("", "rollout_gpus max_response_length stop multi_turn.tools multi_turn.interaction agent"),

@@ -1,8 +1,8 @@
 """Launch, waits, device mesh, FSDP2 and collectives: the same code for 1 process or many, CPU (gloo) or GPU (nccl).
 
 Every rank runs the same script, started by `python`, `torchrun` or `accelerate launch`. accelerate only launches: on a
-CPU it would silently replace FSDP2 by DDP. Sharding is `fully_shard` itself at every world size. FSDP averages
-gradients over ranks, so multiply a loss that is normalised by *global* counts by `world_size`."""
+CPU it would silently replace FSDP2 by DDP. Models are split by ZeRO-1 (compute_copy.py) or FSDP2 (sharding.py). Both
+average gradients over ranks, so multiply a loss that is normalised by *global* counts by `world_size`."""
 
 # ruff: noqa: F401, I001  these names are what the package offers
 
@@ -10,6 +10,7 @@ from lib.distributed.clock import start_step, step_timing, timed
 from lib.distributed.collectives import BUCKET_BYTES, TakeOwn, all_gather_lists, all_to_all, all_to_all_objects
 from lib.distributed.collectives import all_reduce_max, broadcast, global_counts, on_first_rank
 from lib.distributed.collectives import in_thread, new_cpu_group, new_cpu_subgroup
+from lib.distributed.compute_copy import master_of, masters_in_place, reduce_gradients, refresh_weights
 from lib.distributed.device import COMPILED, ESTIMATED, accelerator, device_name, device_names, device_setter
 from lib.distributed.device import device_rng_state, dump_memory, has_flash_attention, own_devices, profiler_activities
 from lib.distributed.device import record_memory, set_device_rng_state, synchronize, to_device, total_memory

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from lib import InputError
+from lib.distributed.compute_copy import ComputeCopy, copy_of, master_of, place_masters
 from lib.distributed.launch import World, collective_timeout, wait_for_all
 from lib.distributed.watchdog import enter_stage
 
@@ -145,17 +146,47 @@ def parallel_styles(model: "PreTrainedModel") -> dict[str, ParallelStyle]:
 
 
 def shard_model(
-    model: "PreTrainedModel", mesh: DeviceMesh, compute_dtype: torch.dtype, *, cpu_offload: bool = False
+    model: "PreTrainedModel",
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    cpu_offload: bool = False,
+    zero1: bool = False,
 ) -> "PreTrainedModel":
-    """Applies FSDP2 to a transformers model, in place: one group for each decoder layer, each layer of a vision tower
-    and an untied embedding; the root group has the rest.
+    """Splits a transformers model over the ranks, in place. Of parameters on the meta device (`on_meta` of load_model)
+    each rank reads what it holds.
 
-    Parameters keep their dtype (fp32 masters) and are cast to `compute_dtype` for forward and backward; gradients are
-    reduced in the trained parameters' dtype. Of parameters on the meta device (`on_meta` of load_model) each rank reads
-    its own shards. A mesh with the dimension "tensor" also splits the layers' projections, by transformers' plan.
-    cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps. `model.device`
-    is then the CPU: see `compute_device`."""
+    Trained parameters keep their dtype (fp32 masters); forward and backward run in `compute_dtype`, and gradients are
+    averaged in the masters' dtype.
+    zero1: see lib/distributed/compute_copy.py. Otherwise FSDP2, which also knows
+    - a mesh with the dimension "tensor", which splits the layers' projections, by transformers' plan;
+    - cpu_offload: parameters, gradients and optimizer state stay in CPU memory, where the optimizer steps.
+      `model.device` is then the CPU: see `compute_device`."""
     wait_for_all()  # other ranks may still be loading it
+    on_meta = any(p.is_meta for p in model.parameters())
+    if zero1:
+        place_masters(model, mesh, compute_dtype)
+    else:
+        _fully_shard(model, mesh, compute_dtype, cpu_offload)
+    if on_meta:
+        device = "cpu" if cpu_offload else mesh.device_type
+        if not zero1:
+            model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        reader = dcp.HuggingFaceStorageReader(model.weights_folder)
+        files = reader.read_metadata().state_dict_metadata
+        weights = {name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items()}
+        weights = {name: weight for name, weight in weights.items() if name in files}
+        dcp.load(weights, storage_reader=reader, no_dist=dist.get_world_size() == 1)
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    if zero1 and trained and (mesh.size() > 1 or trained != {compute_dtype}):
+        model.compute_copy = ComputeCopy(model, mesh, compute_dtype)
+    enter_stage("start")
+    return model
+
+
+def _fully_shard(model: "PreTrainedModel", mesh: DeviceMesh, compute_dtype: torch.dtype, cpu_offload: bool) -> None:
+    """FSDP2: one group for each decoder layer, each layer of a vision tower and an untied embedding; the root group
+    has the rest."""
     on_gpu = mesh.device_type != "cpu"
     if "tensor" in mesh.mesh_dim_names:
         dist.tensor.parallel.parallelize_module(model, mesh["tensor"], parallel_styles(model), src_data_rank=None)
@@ -177,16 +208,6 @@ def shard_model(
     assert head is None or (head.weight is embedding.weight) == tied
     for name in getattr(model, "fsdp_forward_methods", ()):
         dist.fsdp.register_fsdp_forward_method(model, name)
-    if any(p.is_meta for p in model.parameters()):
-        device = "cpu" if cpu_offload else mesh.device_type
-        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-        reader = dcp.HuggingFaceStorageReader(model.weights_folder)
-        files = reader.read_metadata().state_dict_metadata
-        weights = {name.replace(".base_layer.", "."): weight for name, weight in model.state_dict().items()}
-        weights = {name: weight for name, weight in weights.items() if name in files}
-        dcp.load(weights, storage_reader=reader, no_dist=dist.get_world_size() == 1)
-    enter_stage("start")
-    return model
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
@@ -200,14 +221,17 @@ def compute_device(model: torch.nn.Module) -> torch.device:
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Call it once, before any forward: a forward without backward leaves the root's parameters unsharded, and what
-    `model.parameters()` returns then has no gradients."""
-    return [p for p in model.parameters() if p.requires_grad]
+    """Those that the optimizer updates. Call it once, before any forward: with FSDP2 a forward without backward leaves
+    the root's parameters unsharded, and what `model.parameters()` returns then has no gradients."""
+    return [master_of(model, p) for p in model.parameters() if p.requires_grad]
 
 
-def set_gradient_sync(model: FSDPModule, sync: bool) -> None:
+def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
     """Whether the next backward reduces gradients over ranks (the last micro-batch) or only accumulates them here."""
-    model.set_requires_gradient_sync(sync)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(sync)
+    elif copy := copy_of(model):
+        copy.sync = sync
 
 
 def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> float:
@@ -230,7 +254,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def weight_shards(
     model: "PreTrainedModel", dtype: torch.dtype | None = None, part: Part = "merged"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, this rank's shard as a DTensor, as `dtype`). A collective. part:
+    """Yields (name, this rank's shard as a DTensor, or what it holds whole, as `dtype`). A collective. part:
 
     merged: each weight, by its name before `add_lora`, with its LoRA update: W + alpha / rank x B A. Rows of W and B
     are split alike, and A is gathered. At the end come the saved buffers, whole and in their own dtype.
@@ -241,7 +265,7 @@ def weight_shards(
     for name, param in model.named_parameters():
         if (".lora_" in name) != (part == "adapter"):
             continue
-        value = param.detach().to(device)
+        value = (param if param.dtype == dtype else master_of(model, param)).detach().to(device)
         if part != "merged":
             name = name.replace(".base_layer.", ".").replace(".default.", ".")
         elif ".base_layer." in name:
@@ -264,8 +288,11 @@ def merged_weight(model: "PreTrainedModel", name: str, weight: torch.Tensor) -> 
     path, adapted, leaf = name.rpartition(".base_layer.")
     if adapted and leaf == "weight":
         layer = model.get_submodule(path)
-        A, B = (lora["default"].weight.to(weight.device) for lora in (layer.lora_A, layer.lora_B))
-        if isinstance(A, DTensor):
+        loras = (layer.lora_A["default"], layer.lora_B["default"])
+        A, B = (master_of(model, lora.weight).to(weight.device) for lora in loras)
+        if not isinstance(weight, DTensor):
+            A, B = full_tensor(A), full_tensor(B)
+        elif isinstance(A, DTensor):
             A = A.redistribute(placements=[Replicate()] * A.device_mesh.ndim)
         weight = (weight + layer.scaling["default"] * (B @ A)).to(weight.dtype)
     return f"{path}.{leaf}" if adapted else name, weight

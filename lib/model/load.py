@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from lib import InputError, is_first_on_node
 from lib.args import check_model_path
 from lib.data import local_copy
-from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, layer_plan, trainable_parameters
+from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, layer_plan
 from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
 from lib.model.routing import ROUTERS, hook_routers
@@ -436,7 +436,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
         return
     for module in fsdp_modules(model):
         module.reshard()
-    trained = trainable_parameters(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
     model.disable_adapters()
     for param in trained:  # peft has frozen them, and FSDP's first forward reads requires_grad
         param.requires_grad_(True)

@@ -14,6 +14,7 @@ from lib import InputError, is_first_on_node
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, global_counts, timed
+from lib.distributed.compute_copy import reduce_gradients, refresh_weights
 from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
 from lib.model.attention import layout, use_packed_sdpa
 from lib.model.flops import UpdateFlops
@@ -87,9 +88,10 @@ class TrainedModel:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def backward(self, loss: torch.Tensor) -> None:
-        """loss: this rank's share of the sum over ranks. The factor undoes FSDP's average over ranks."""
+        """loss: this rank's share of the sum over ranks. The factor undoes the average over ranks."""
         factor = self.world.size * (self.loss_scale.value if self.loss_scale else 1)
         (loss * factor).backward()
+        reduce_gradients(self.module)
         self.checks.after_backward(factor)
 
     def begin_update(self, mini_batch: DataProto) -> None:
@@ -115,6 +117,7 @@ class TrainedModel:
             metrics["training/empty_updates"] = Sum(self.world.rank == 0)
         elif not skipped:
             self.optimizer.step()
+            refresh_weights(self.module)
         self._masks.clear()
         [lr, *_] = self.scheduler.get_last_lr()
         metrics |= self.checks.end() | self.routing.end() | self.computed.end()

@@ -20,6 +20,7 @@ import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -43,7 +44,9 @@ from lib.distributed import (
     device_rng_state,
     device_setter,
     enter_stage,
+    masters_in_place,
     new_cpu_group,
+    refresh_weights,
     set_device_rng_state,
 )
 from lib.log.disk import free_space
@@ -199,7 +202,9 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
     state: dict[str, Any] = {}
     reader = CheckpointReader(path)
     saved_keys = reader.read_metadata().state_dict_metadata.keys()
+    in_place = ExitStack()
     for name, (module, optimizer) in models.items():
+        in_place.enter_context(masters_in_place(module))
         state[name] = {"model": _model_state(module)}
         if optimizer is not None:
             optimizer.zero_grad(set_to_none=True)
@@ -222,6 +227,9 @@ def load_checkpoint(path: str | Path, *, models: Models, schedulers: Schedulers)
             dcp_state.set_optimizer_state_dict(module, optimizer, saved, options=may_lack)
             for group, own in zip(optimizer.param_groups, settings):
                 group.update(own)
+    in_place.close()
+    for module, _ in models.values():
+        refresh_weights(module)
     for name, scheduler in schedulers.items():
         scheduler.load_state_dict(trainer["schedulers"][name] | {"base_lrs": scheduler.base_lrs})
         factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
@@ -287,13 +295,14 @@ def _model_state(module: Module) -> dict[str, Any]:
 def _state_to_save(models: Models) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, (module, optimizer) in models.items():
-        state[name] = {"model": _model_state(module)}
-        if optimizer is not None:
-            stepped = bool(optimizer.state)
-            state[name]["optim"] = dcp_state.get_optimizer_state_dict(module, optimizer)
-            if not stepped:  # DCP has just stepped with learning rate 0: undo Adam's step count
-                optimizer.state.clear()
-                state[name]["optim"]["state"] = {}
+        with masters_in_place(module):
+            state[name] = {"model": _model_state(module)}
+            if optimizer is not None:
+                stepped = bool(optimizer.state)
+                state[name]["optim"] = dcp_state.get_optimizer_state_dict(module, optimizer)
+                if not stepped:  # DCP has just stepped with learning rate 0: undo Adam's step count
+                    optimizer.state.clear()
+                    state[name]["optim"]["state"] = {}
     return state
 
 

@@ -39,6 +39,7 @@ class ModelFactory:
         sampling, tokens = args.rollout.sampling(), args.optimizer.micro_batch_tokens
         self.forward = ForwardConfig(tokens, sampling, row_group, needs.dtype, self.model.routing_replay)
         self.loss = loss_flags(args, needs)
+        self.zero1 = needs.sharding == "zero1"
 
     def policy(self, name: str, path: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule) -> Policy:
         """A model that samples and trains. name: the prefix of its metrics."""
@@ -71,7 +72,7 @@ class ModelFactory:
         dtype, offload = self.forward.compute_dtype, "reward_model" in self.shard.cpu_offload
         module, tokenizer = models.load_reward_model(path, dtype=dtype, on_meta=True, **self.trust)
         mesh = make_mesh(self.world, self.shard.dp_replicate_size)
-        return shard_model(module, mesh, dtype, cpu_offload=offload), tokenizer
+        return shard_model(module, mesh, dtype, cpu_offload=offload, zero1=self.zero1), tokenizer
 
     def _options(self, path: str, trainable: bool = True) -> dict[str, Any]:
         """The keywords by which a model is loaded."""
@@ -113,7 +114,8 @@ class ModelFactory:
         if self.model.use_liger_kernel:
             models.use_liger_kernel(module, self.world.device)
         self.forward.modules.append(module)
-        return shard_model(module, self.mesh, self.forward.compute_dtype, cpu_offload=name in self.shard.cpu_offload)
+        how = {"cpu_offload": name in self.shard.cpu_offload, "zero1": self.zero1}
+        return shard_model(module, self.mesh, self.forward.compute_dtype, **how)
 
 
 def loss_flags(args: ScriptArgs, needs: Needs) -> LossFlags:

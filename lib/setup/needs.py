@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,7 +10,7 @@ from lib import InputError, core_algos
 from lib import model as models
 from lib.args import Reads, ScriptArgs, Sizes, step_sizes, training_ranks
 from lib.columns import COLUMNS
-from lib.distributed import has_flash_attention
+from lib.distributed import has_flash_attention, on_first_rank, total_memory
 from lib.rollout import engine_class
 
 ON_CPU = "fp8_per_channel"
@@ -23,6 +23,7 @@ class Needs:
 
     sizes: Sizes
     dtype: torch.dtype  # in which models compute
+    sharding: Literal["fsdp2", "zero1"]  # of all models
     loss_scale_factor: float  # --loss-scale-factor, or its default
     correction: dict[str, Any]  # keywords of compute_rollout_correction; {}: no correction
     columns: tuple[str, ...]  # that add_advantages reads besides those that are always gathered
@@ -41,8 +42,9 @@ def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) ->
     check_engine(args, device, dtype, correction)
     columns, log_probs = read_columns(args, correction, sizes.updates_per_step)
     scale = args.loss_scale_factor or args.rollout.max_response_length
-    effective = effective_settings(args, device, dtype, correction, log_probs)
-    return Needs(sizes, dtype, scale, correction, columns, log_probs, effective)
+    sharding = get_sharding(args, device)
+    effective = effective_settings(args, device, dtype, correction, log_probs) | {"sharding": sharding}
+    return Needs(sizes, dtype, sharding, scale, correction, columns, log_probs, effective)
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -50,6 +52,29 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
+
+
+def has_estimate(args: ScriptArgs) -> bool:
+    """Whether the planner estimates the memory of a step: not with --no-memory-check, without training, for a .gguf
+    model or tensor parallelism."""
+    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
+    return args.run.memory_check and not args.validation.val_only and not unknown
+
+
+def get_sharding(args: ScriptArgs, device: torch.device) -> Literal["fsdp2", "zero1"]:
+    """auto: zero1 if no flag needs fsdp2 and, on a GPU, the estimate fits; without one, on one GPU. A collective."""
+    if args.shard.sharding != "auto":
+        return args.shard.sharding
+    if args.shard.needs_fsdp2():
+        return "fsdp2"
+    ranks = training_ranks(args)
+    if device.type == "cpu":
+        return "zero1"
+    if not has_estimate(args):
+        return "zero1" if ranks == 1 else "fsdp2"
+    from planner.estimate import zero1_fits
+
+    return "zero1" if on_first_rank(lambda: zero1_fits(args, ranks, total_memory(device))) else "fsdp2"
 
 
 def get_attention(name: str, dtype: torch.dtype, device: torch.device, path: str, **trust: bool) -> str:

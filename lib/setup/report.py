@@ -4,6 +4,7 @@ planner."""
 from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
 from lib.distributed import World, advise_out_of_memory, on_first_rank, total_memory
 from lib.setup.inputs import Inputs
+from lib.setup.needs import has_estimate
 
 NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
 
@@ -59,7 +60,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
 
 def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
     """On a GPU, before a model loads: raises InputError if the estimate of the flags does not fit. A collective.
-    Skipped with --no-memory-check, a .gguf model and tensor parallelism, which the estimate does not know."""
+    Skipped without an estimate."""
 
     def advice(stage: str) -> str:
         from planner.estimate import memory_advice
@@ -67,8 +68,7 @@ def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
         return memory_advice(args, world.size, stage)
 
     advise_out_of_memory(advice)
-    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
-    if world.device.type == "cpu" or unknown or not args.run.memory_check or args.validation.val_only:
+    if world.device.type == "cpu" or not has_estimate(args):
         return
     from planner.estimate import refuse_what_does_not_fit
 

@@ -40,7 +40,6 @@ def module(name: str):
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         model = float64_norms(load(folder, dtype=torch.float64))
-    model.set_requires_gradient_sync = lambda sync: None  # of FSDP, which one rank does without
     model.requires_grad_(name != "reference")
     return model, {key: w.clone() for key, w in model.state_dict().items()}
 
@@ -51,9 +50,7 @@ def on_ranks(name: str, world: World):
     model.load_state_dict(weights)
     if world.size == 1:
         return model
-    model = copy.deepcopy(model)
-    del model.set_requires_gradient_sync
-    return shard_model(model, make_mesh(world), torch.float64)
+    return shard_model(copy.deepcopy(model), make_mesh(world), torch.float64)
 
 
 def weights_of(name: str) -> dict[str, torch.Tensor]:

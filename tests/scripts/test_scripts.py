@@ -296,9 +296,11 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
     ran(run(script, tmp_path, *args, "6", "--run-name", "whole"))
     config = json.loads((tmp_path / "whole/config.json").read_text())
     assert config["effective"]["compute_dtype"] == "float32"  # left to the run by --compute-dtype auto
+    assert config["effective"]["sharding"] == "zero1"
 
     target = tmp_path / "killed/checkpoints/step_000003"
-    endless = command(script, tmp_path, *args, "1000", "--run-name", "killed", launcher=[])
+    # before the kill FSDP2, after it ZeRO-1, as the run that is not interrupted
+    endless = command(script, tmp_path, *args, "1000", "--run-name", "killed", "--sharding", "fsdp2", launcher=[])
     with started(endless, ranks) as processes:
         while not target.exists() and all(process.is_alive() for process in processes):
             time.sleep(0.01)
