@@ -76,7 +76,7 @@ def memory_of(args: ScriptArgs, ranks: int, gpu: int) -> Moments:
         engine_ranks=rollout.rollout_tensor_parallel_size,
         scores_awake=args.max_gen_batches > 0 or args.validation.enabled,
         gathered_bytes=ranks * sizes.local_rows * rollout.max_response_length * gathered_bytes_per_token(args),
-        use_liger_kernel=model.use_liger_kernel,
+        use_liger_kernel=model.fuses_layers,
         **models_of(args),
     )
     return estimate_memory(step)

@@ -32,8 +32,8 @@ class ModelArgs(Group):
     """packed_sdpa, varlen (GPU, 16 bits), flash_attention_2; eager, sdpa: pad rows (docs/gpu.md)"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the layers, for packed rows: the first steps take a minute longer"""
-    use_liger_kernel: Annotated[bool, MAY_CHANGE] = False
-    """liger-kernel's fused norms, rotary embedding and gated MLP (docs/gpu.md)"""
+    use_liger_kernel: Annotated[bool, MAY_CHANGE] = True
+    """on a GPU, fused norms, gated MLPs and rotary embedding, unless --compile fuses them (docs/gpu.md)"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
     """compute a prompt once for its group; needs packed_sdpa or varlen (docs/performance.md)"""
     routing_replay: Literal["none", "R2", "R3"] = "none"
@@ -56,14 +56,17 @@ class ModelArgs(Group):
         """Whether a model that supports it computes a prompt once for its group."""
         return self.share_prompts and self.attn_implementation in PACKED
 
+    @property
+    def fuses_layers(self) -> bool:
+        """Whether a GPU gets fused kernels."""
+        return self.use_liger_kernel and not self.compile
+
     def check(self) -> None:
         for flag, pattern in {"--freeze": self.freeze, "--lora-target-modules": self.lora_target_modules}.items():
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise InputError(f"{flag} {pattern}: not a regular expression: {error}") from error
-        if self.compile and self.use_liger_kernel:
-            raise InputError("--compile and --use-liger-kernel fuse the same operations: drop one of them")
 
 
 @dataclass
