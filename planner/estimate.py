@@ -70,6 +70,7 @@ def memory_of(args: ScriptArgs, ranks: int, gpu: int) -> Moments:
         reference=args.kl_coef > 0,
         reward_model=args.reward.reward_model,
         cpu_offload="actor" in shard.cpu_offload,
+        offload_optimizer="optimizer" in shard.cpu_offload,
         offload_activations="activations" in shard.cpu_offload,
         on_servers=rollout.on_servers,
         engine_bytes=int(rollout.gpu_share * gpu) if rollout.starts_vllm else 0,
@@ -147,7 +148,7 @@ def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
         Saver(f"--micro-batch-tokens {tokens}", "optimizer", "micro_batch_tokens", tokens),
         Saver("--gradient-checkpointing", "model", "gradient_checkpointing", True),
     ]
-    for parts in (["activations"], ["activations", *models]):
+    for parts in (["optimizer"], ["optimizer", "activations"], ["activations", *models]):
         offloaded = tuple(dict.fromkeys([*args.shard.cpu_offload, *parts]))
         savers.append(Saver(f"--cpu-offload {' '.join(offloaded)}", "shard", "cpu_offload", offloaded))
     return [s for s in savers[ranks == 1 :] if getattr(getattr(args, s.group), s.name) != s.value]

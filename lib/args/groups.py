@@ -17,7 +17,7 @@ from lib.words import from_words
 
 MAY_CHANGE, AS_RECORDED, FILES = OnResume.MAY_CHANGE, OnReplay.AS_RECORDED, Names.FILES
 PACKED = ("auto", "packed_sdpa", "varlen")  # attention that packs rows and shares prompts
-Offloaded = Literal["actor", "critic", "ref", "reward_model", "activations"]
+Offloaded = Literal["actor", "critic", "ref", "reward_model", "optimizer", "activations"]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class ShardArgs(Group):
     reduce_each_micro_batch: Annotated[bool, MAY_CHANGE] = False
     """reduce gradients after each micro-batch: 1 / ranks of their memory, more communication"""
     cpu_offload: Annotated[tuple[Offloaded, ...], MAY_CHANGE] = ()
-    """models whose weights and optimizer stay in CPU memory; activations: those of the update"""
+    """models kept in CPU memory, with AdamW; optimizer: Adam's moments; activations: the update's"""
 
     def parallel_sizes(self) -> dict[str, int]:
         """{flag: how many ranks compute the same rows together}."""

@@ -4,8 +4,9 @@ code, the same text in all models of a kind: what computes otherwise stays as it
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,23 +64,20 @@ def _joined_mlp(mlp, joined: "JoinedLinear", x: torch.Tensor) -> torch.Tensor:
 
 
 # ---- one product for layers of one input ---------------------------------------------------------
-def _join(layers: list[torch.nn.Module]) -> "JoinedLinear | None":
+def _join(layers: Sequence[Any]) -> "JoinedLinear | None":
     plain = {type(layer) for layer in layers} == {torch.nn.Linear}
     return JoinedLinear(layers) if plain and len({layer.bias is None for layer in layers}) == 1 else None
 
 
 class JoinedLinear:
-    """Linear layers of one input, whose weights and biases are rows of one buffer."""
+    """Linear layers of one input. Their weights become rows of one buffer, and keep their names and gradients."""
 
-    def __init__(self, layers: list[torch.nn.Linear]):
+    def __init__(self, layers: Sequence[torch.nn.Linear]):
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
+        self.weight = _in_one_buffer([layer.weight for layer in layers])
+        self.bias = None if layers[0].bias is None else _in_one_buffer([layer.bias for layer in layers])
         self.x: torch.Tensor | None = None  # the input of `outputs`
         self.outputs: list = []
-        own = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
-        self.weight, self.bias = (torch.cat([p.data for p in params]) if params else None for params in own)
-        for params, whole in zip(own, (self.weight, self.bias)):
-            for p, rows in zip(params, () if whole is None else whole.split(self.sizes)):
-                p.data = rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., sum of the layers' outputs)"""
@@ -99,6 +97,13 @@ class JoinedLinear:
         if number == len(self.layers) - 1:
             self.x = None
         return output
+
+
+def _in_one_buffer(own: list[torch.Tensor]) -> torch.Tensor:
+    whole = torch.cat([p.data for p in own])
+    for p, rows in zip(own, whole.split([len(p) for p in own])):
+        p.data = rows
+    return whole
 
 
 class _Product(torch.autograd.Function):

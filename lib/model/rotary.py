@@ -72,11 +72,11 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _launch(q, k, cos, sin, backward=False)
+        return _launch(q, k, cos, sin, False)
 
     @staticmethod
     def backward(ctx, dq, dk):
-        return *_launch(dq, dk, *ctx.saved_tensors, backward=True), None, None
+        return *_launch(dq, dk, *ctx.saved_tensors, True), None, None
 
 
 def rotate(theirs: Callable, q, k, cos, sin, unsqueeze_dim=1):

@@ -103,7 +103,8 @@ class ModelFactory:
         if note and self.world.rank == 0:
             print(note, flush=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_schedule)
-        limits = self.max_grad_norm, self.shard.reduce_each_micro_batch
+        offloaded = "optimizer" in self.shard.cpu_offload and name not in self.shard.cpu_offload
+        limits = self.max_grad_norm, self.shard.reduce_each_micro_batch, offloaded
         return kind(name, module, optimizer, scheduler, self.world, self.forward, *limits)
 
     def _placed(self, module: PreTrainedModel, name: str) -> PreTrainedModel:

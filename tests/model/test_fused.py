@@ -113,3 +113,10 @@ def rotated(fused: bool, dtype: torch.dtype) -> list[torch.Tensor]:
 def test_the_rotary_embedding_has_the_bits_of_transformers(process, dtype):
     theirs, ours = (process.submit(rotated, fused, dtype).result() for fused in (False, True))
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(theirs, ours, strict=True))
+
+
+def test_on_a_cpu_transformers_rotates():
+    from lib.model.rotary import rotate
+
+    tensors = [torch.ones(1, 1, 1, 2)] * 4
+    assert rotate(lambda *args: args, *tensors) == (*tensors, 1)
