@@ -94,9 +94,10 @@ class JoinedLinear:
         elif x is not self.x:
             return F.linear(x, layer.weight, layer.bias)
         output, self.outputs[number] = self.outputs[number], None
-        if number == len(self.layers) - 1:
-            self.x = None
-        return output
+        if number < len(self.layers) - 1:
+            return output
+        self.x = None
+        return output.contiguous()  # attention keeps the values: a view would keep queries and keys, too
 
 
 def _in_one_buffer(own: list[torch.Tensor]) -> torch.Tensor:

@@ -76,7 +76,8 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk):
-        return *_launch(dq, dk, *ctx.saved_tensors, True), None, None
+        cos, sin = ctx.saved_tensors
+        return *_launch(dq, dk, cos, sin, True), None, None
 
 
 def rotate(theirs: Callable, q, k, cos, sin, unsqueeze_dim=1):
