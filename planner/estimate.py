@@ -82,13 +82,14 @@ def _memory_of(args: ScriptArgs, ranks: int, gpu: int, zero1: bool) -> Moments:
         reference=args.kl_coef > 0,
         reward_model=args.reward.reward_model,
         cpu_offload="actor" in shard.cpu_offload,
+        offload_optimizer="optimizer" in shard.cpu_offload,
         offload_activations="activations" in shard.cpu_offload,
         on_servers=rollout.on_servers,
         engine_bytes=int(rollout.gpu_share * gpu) if rollout.starts_vllm else 0,
         engine_ranks=rollout.rollout_tensor_parallel_size,
         scores_awake=args.max_gen_batches > 0 or args.validation.enabled,
         gathered_bytes=ranks * sizes.local_rows * rollout.max_response_length * gathered_bytes_per_token(args),
-        use_liger_kernel=model.use_liger_kernel,
+        use_liger_kernel=model.fuses_layers,
         **models_of(args),
     )
     return estimate_memory(step)
@@ -160,7 +161,7 @@ def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
         Saver(f"--micro-batch-tokens {tokens}", "optimizer", "micro_batch_tokens", tokens),
         Saver("--gradient-checkpointing", "model", "gradient_checkpointing", True),
     ]
-    for parts in (["activations"], ["activations", *models]):
+    for parts in (["optimizer"], ["optimizer", "activations"], ["activations", *models]):
         offloaded = tuple(dict.fromkeys([*args.shard.cpu_offload, *parts]))
         savers.append(Saver(f"--cpu-offload {' '.join(offloaded)}", "shard", "cpu_offload", offloaded))
     without = "reduce_each_micro_batch" if ranks == 1 else ""

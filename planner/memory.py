@@ -82,6 +82,7 @@ class StepSettings:
     critic_model: str = ""
     reward_model: str = ""
     cpu_offload: bool = False  # weights, gradients and Adam, by FSDP2's CPUOffloadPolicy
+    offload_optimizer: bool = False  # Adam, but for the parameters that it updates at a time
     offload_activations: bool = False  # those of an update, except one layer's
     on_servers: bool = False  # which sample in place of the ranks
     engine_bytes: int = 0  # of a vLLM engine that is awake; 0: the hf engine
@@ -149,10 +150,13 @@ def estimate_memory(step: StepSettings) -> Moments:
                 for name in gradients:
                     parts.pop(name, None)
     else:
-        moments["optimizer"] = gradients
+        moments["optimizer"] = dict(gradients)
         if step.zero1 and step.ranks > 1:
             largest = max(p.numel() for model in trained.values() for p in model.parameters())
-            moments["optimizer"] = gradients | {"gathered weights": step.compute_dtype.itemsize * largest}
+            moments["optimizer"]["gathered weights"] = step.compute_dtype.itemsize * largest
+        if step.offload_optimizer:
+            host |= {name: held.pop(name) for name in [*held] if name.endswith("Adam")}
+            moments["optimizer"]["Adam"] = 2 * BUCKET_BYTES
         moments = {moment: held | parts for moment, parts in moments.items()}
     return moments | {"host": host} if host else moments
 

@@ -19,7 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
 from lib.data import local_copy
-from lib.distributed import ESTIMATED
 from lib.model import load, log_probs
 from lib.model.load import add_lora, class_of, decoder_layers, freeze
 from lib.model.values import token_values
@@ -65,10 +64,7 @@ def meta_model(
     elif freeze_pattern:
         freeze(model, freeze_pattern)
     if use_liger_kernel:
-        names = vars(sys.modules[type(model).__module__])  # which liger-kernel changes for all models
-        before = dict(names)
-        load.use_liger_kernel(model, ESTIMATED)
-        names.update(before)
+        load.fuse_layers(model)
     return model
 
 

@@ -151,6 +151,8 @@ class _Step:
         def shard(model, *more, **options):
             step.prepare(model)
             step.sharded.append(shard_model(model, *more, **options))
+            if step.args.model.fuses_layers:
+                models.fuse_layers(model)
             return model
 
         def begun(model, mini_batch):
@@ -190,7 +192,7 @@ class _Step:
                 (setup, "make_rewards_and_validation", lambda *_: (_Rewards(step), None)),
                 (load, "_meta_model", model_without_weights),
                 (models, "compile_layers", lambda _: None),
-                *self.liger_kernels(),
+                *self.fused_kernels(),
                 (setup.models, "shard_model", shard),
                 (RowIsolationCheck, "checked", True),
                 (TrainedModel, "begin_update", begun),
@@ -202,20 +204,12 @@ class _Step:
         ):
             yield
 
-    def liger_kernels(self) -> list[tuple[Any, str, Any]]:
-        if not self.args.model.use_liger_kernel:
+    def fused_kernels(self) -> list[tuple[Any, str, Any]]:
+        if not self.args.model.fuses_layers:
             return []
         from triton.runtime.jit import JITFunction  # its import takes a second, and not every machine has it
 
-        apply = models.use_liger_kernel
-
-        def applied(model, device):
-            names = vars(sys.modules[type(model).__module__])
-            self.exit.callback(names.update, dict(names))  # liger-kernel changes the module of the model's class
-            apply(model, device)
-
-        launch = JITFunction, "run", lambda function, *args, **_: self.trace.launched(args)
-        return [launch, (models, "use_liger_kernel", applied)]
+        return [(JITFunction, "run", lambda function, *args, **_: self.trace.launched(args))]
 
     def prepare(self, model: Any) -> None:
         """Puts the model's tensors on the accelerator, and hooks that tell the phases of an update."""

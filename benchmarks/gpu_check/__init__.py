@@ -3,7 +3,7 @@
     hardware     versions, the driver, the ceilings of the GPU and its host
     numerics     packed_sdpa and varlen against the padded eager model: log-probs, entropies, gradients; LoRA in bf16
     update       tokens/s and MFU of an update (forward, backward, AdamW), host syncs, GAE, hf rollouts
-    fused        the same for forward and backward at 1.5B, and the launches of a layer: --compile, --use-liger-kernel
+    fused        the same for forward and backward at 1.5B, and the launches of a layer: unfused, --compile, fused
     memory       the peak of a step against planner/memory.py, for models of 0.5, 1.5 and 3 B random parameters
     scripts      grpo.py learns the embedded task and resumes bit for bit; two steps of ppo.py, dapo.py and remax.py
     stages       seconds of each stage of grpo.py, with a model of 0.5 B random parameters

@@ -1,4 +1,4 @@
-"""Part `fused`: forward and backward at 1.5B as docs/gpu.md predicts it: by default, --compile, --use-liger-kernel."""
+"""Part `fused`: forward and backward at 1.5B as docs/gpu.md predicts it: unfused, --compile, --use-liger-kernel."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,15 +12,15 @@ from benchmarks.gpu_check.measure import kernels_of, peak_bytes, peak_flops, sec
 from benchmarks.gpu_check.rows import Options, attempt, row, skipped
 from benchmarks.gpu_check.update import update_flops
 from lib.data_proto import DataProto
-from lib.model import compile_layers, use_liger_kernel
+from lib.model import compile_layers, fuse_layers
 from planner.memory import GIB, shard_numel
 
 MOST = 30  # kernels that are listed
 
-FLAGS: dict[str, Callable[[PreTrainedModel, torch.device], None]] = {
-    "varlen": lambda model, device: None,
-    "varlen, --compile": lambda model, device: compile_layers(model),
-    "varlen, --use-liger-kernel": use_liger_kernel,
+FLAGS: dict[str, Callable[[PreTrainedModel], None] | None] = {
+    "varlen, --no-use-liger-kernel": None,
+    "varlen, --compile": compile_layers,
+    "varlen, --use-liger-kernel": fuse_layers,
 }
 
 
@@ -29,17 +29,28 @@ def check(options: Options, device: torch.device) -> Iterator[dict]:
         label = f"qwen2.5-1.5b, {flags}"
         if device.type == "cpu":
             yield skipped(label, "needs a GPU")
-        elif "liger" in flags and not find_spec("liger_kernel"):
+        elif change is fuse_layers and not find_spec("liger_kernel"):
             yield skipped(label, "liger-kernel is not installed")
         else:
             yield from attempt(label, partial(speed, shape(options, "qwen2.5-1.5b"), device, label, change))
             yield from attempt(label, partial(launches, shape(options, "qwen2.5-1.5b"), device, label, change))
 
 
-def changed(path: str, device: torch.device, change: Callable, **config) -> PreTrainedModel:
+def changed(path: str, device: torch.device, change: Callable | None, place: Callable, **config) -> PreTrainedModel:
     model = random_model(path, device, **config)
     model.config._attn_implementation = "varlen"
-    change(model, device)
+    if change is compile_layers:
+        change(model)
+    model = place(model)
+    if change is fuse_layers:
+        change(model)
+    return model
+
+
+def in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
+    """Its weights, but not its rotary tables."""
+    for p in model.parameters():
+        p.data = p.data.to(torch.bfloat16)
     return model
 
 
@@ -48,11 +59,11 @@ def step(model: PreTrainedModel, batch: DataProto) -> None:
     model.zero_grad()
 
 
-def speed(path: str, device: torch.device, label: str, change: Callable) -> Iterator[dict]:
+def speed(path: str, device: torch.device, label: str, change: Callable | None) -> Iterator[dict]:
     """Of 8 rows of 1024 tokens, without checkpointing."""
-    model = changed(path, device, change)
+    model = changed(path, device, change, sharded)
     numel = shard_numel(list(model.parameters()), 1)
-    run = partial(step, sharded(model), equal_rows(8192, 8, model, device))
+    run = partial(step, model, equal_rows(8192, 8, model, device))
     seconds = seconds_of(run, 5)
     said = f"{label}: {8192 / seconds:,.0f} tokens/s forward and backward"
     if peak := peak_flops(device):
@@ -62,16 +73,14 @@ def speed(path: str, device: torch.device, label: str, change: Callable) -> Iter
     yield row(f"{label}: forward and backward", 1e3 * seconds, "ms", summary={"update": said})
     kernels = kernels_of(run)
     yield row(f"{label}: its kernels", sum(ms for _, ms in kernels.values()), "ms", longest=longest(kernels))
-    few = seconds_of(partial(step, run.args[0], equal_rows(128, 8, model, device)), 5)
+    few = seconds_of(partial(step, model, equal_rows(128, 8, model, device)), 5)
     yield row(f"{label}: the same launches for 128 tokens, which the host's time bounds", 1e3 * few, "ms")
     yield row(f"{label}: peak of forward and backward", peak_bytes(run, device) / GIB, "GiB")
 
 
-def launches(path: str, device: torch.device, label: str, change: Callable) -> Iterator[dict]:
+def launches(path: str, device: torch.device, label: str, change: Callable | None) -> Iterator[dict]:
     """Of a layer: the difference of four layers and two, with weights in bf16 and without FSDP's own copies."""
-    model = changed(path, device, change, num_hidden_layers=4)
-    for p in model.parameters():
-        p.data = p.data.to(torch.bfloat16)
+    model = changed(path, device, change, in_bfloat16, num_hidden_layers=4)
     batch, kernels = equal_rows(8192, 8, model, device), {}
     for layers in (4, 2):
         model.config.num_hidden_layers = layers

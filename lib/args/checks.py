@@ -205,7 +205,6 @@ def _check_parallel(args: ScriptArgs) -> None:
         "--sequence-parallel-size": args.shard.sequence_parallel_size > 1,
         "--dry-run": args.run.dry_run > 0,
         "--compile": args.model.compile,
-        "--use-liger-kernel": args.model.use_liger_kernel,
     }
     if args.validation.enabled:
         without_tensor_parallel["the validation of --replay (--val-every 0 --no-val-before-train)"] = bool(

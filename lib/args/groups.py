@@ -17,7 +17,7 @@ from lib.words import from_words
 
 MAY_CHANGE, AS_RECORDED, FILES = OnResume.MAY_CHANGE, OnReplay.AS_RECORDED, Names.FILES
 PACKED = ("auto", "packed_sdpa", "varlen")  # attention that packs rows and shares prompts
-Offloaded = Literal["actor", "critic", "ref", "reward_model", "activations"]
+Offloaded = Literal["actor", "critic", "ref", "reward_model", "optimizer", "activations"]
 
 
 @dataclass
@@ -32,8 +32,8 @@ class ModelArgs(Group):
     """packed_sdpa, varlen (GPU, 16 bits), flash_attention_2; eager, sdpa: pad rows (docs/gpu.md)"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the layers, for packed rows: the first steps take a minute longer"""
-    use_liger_kernel: Annotated[bool, MAY_CHANGE] = False
-    """liger-kernel's fused norms, rotary embedding and gated MLP (docs/gpu.md)"""
+    use_liger_kernel: Annotated[bool, MAY_CHANGE] = True
+    """on a GPU, fused norms, gated MLPs and rotary embedding, unless --compile fuses them (docs/gpu.md)"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
     """compute a prompt once for its group; needs packed_sdpa or varlen (docs/performance.md)"""
     routing_replay: Literal["none", "R2", "R3"] = "none"
@@ -56,14 +56,17 @@ class ModelArgs(Group):
         """Whether a model that supports it computes a prompt once for its group."""
         return self.share_prompts and self.attn_implementation in PACKED
 
+    @property
+    def fuses_layers(self) -> bool:
+        """Whether a GPU gets fused kernels."""
+        return self.use_liger_kernel and not self.compile
+
     def check(self) -> None:
         for flag, pattern in {"--freeze": self.freeze, "--lora-target-modules": self.lora_target_modules}.items():
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise InputError(f"{flag} {pattern}: not a regular expression: {error}") from error
-        if self.compile and self.use_liger_kernel:
-            raise InputError("--compile and --use-liger-kernel fuse the same operations: drop one of them")
 
 
 @dataclass
@@ -81,7 +84,7 @@ class ShardArgs(Group):
     reduce_each_micro_batch: Annotated[bool, MAY_CHANGE] = False
     """reduce gradients after each micro-batch: 1 / ranks of their memory, more communication"""
     cpu_offload: Annotated[tuple[Offloaded, ...], MAY_CHANGE] = ()
-    """models whose weights and optimizer stay in CPU memory; activations: those of the update"""
+    """models kept in CPU memory, with AdamW; optimizer: Adam's moments; activations: the update's"""
 
     def needs_fsdp2(self) -> list[str]:
         """The flags given that only FSDP2 knows."""

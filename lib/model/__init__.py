@@ -5,7 +5,7 @@ logits never exist (log_probs.py). memory.py estimates how much GPU memory a ste
 # ruff: noqa: F401, I001  these names are what the package offers
 
 from lib.model.attention import PACKED, SAMPLED_BY_HF, carries_state
-from lib.model.load import add_lora, compile_layers, freeze, use_liger_kernel, without_adapters
+from lib.model.load import add_lora, compile_layers, freeze, fuse_layers, without_adapters
 from lib.model.load import check_routing_replay, check_sequence_parallel, check_tensor_parallel
 from lib.model.load import load_critic, load_model, load_processor, load_reward_model, load_tokenizer, takes_varlen
 from lib.model.load import config_of

@@ -2,7 +2,6 @@
 Dropout is off everywhere, so that sampling and training compute the same function."""
 
 import logging
-import os
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -308,18 +307,15 @@ def compile_layers(model: PreTrainedModel) -> None:
         layer.forward = partial(_compiled_if_packed, layer.forward, compiled)
 
 
-def use_liger_kernel(model: PreTrainedModel, device: torch.device) -> None:
-    """Norms, rotary embedding and gated MLP by liger-kernel's Triton kernels (arXiv 2410.10989), but not the logits.
-    Raises InputError: not installed, no GPU, or no kernels for such a model."""
+def fuse_layers(model: PreTrainedModel) -> None:
+    """Fused kernels for a GPU (fused.py), in place, after `shard_model`. Without liger-kernel it only says so."""
     try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+        from lib.model.fused import fuse  # imports triton
     except ImportError as error:
-        raise InputError("--use-liger-kernel: liger-kernel is not installed (pip install liger-kernel)") from error
-    if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
-        raise InputError("--use-liger-kernel: its Triton kernels need a GPU; drop the flag")
-    if (kind := model.config.model_type) not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise InputError(f"--use-liger-kernel: it has no kernels for a model of type {kind}; drop the flag")
-    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+        if is_first_on_node():
+            print(f"note: layers are not fused: {error}", flush=True)
+        return
+    fuse(model)
 
 
 def _compiled_if_packed(plain: Callable, compiled: Callable, *args, **kwargs):

@@ -15,7 +15,8 @@ from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, global_counts, timed
 from lib.distributed.compute_copy import reduce_gradients, refresh_weights
-from lib.distributed.sharding import clip_grad_norm, set_gradient_sync, trainable_parameters
+from lib.distributed.host_state import HostState
+from lib.distributed.sharding import clip_grad_norm, compute_device, set_gradient_sync, trainable_parameters
 from lib.model.attention import layout, use_packed_sdpa
 from lib.model.flops import UpdateFlops
 from lib.model.load import without_adapters
@@ -73,6 +74,7 @@ class TrainedModel:
     forward: ForwardConfig
     max_grad_norm: float
     reduce_each_micro_batch: bool
+    offload_optimizer: bool = False  # its state is in CPU memory, but for its step
     checks: UpdateChecks = field(default_factory=UpdateChecks)
     routing: RoutingMetrics = field(default_factory=RoutingMetrics)
     trained_mask: ClassVar[str] = "loss_mask"  # the column of the tokens that its loss sums
@@ -82,6 +84,9 @@ class TrainedModel:
         self.loss_scale = LossScale() if self.forward.compute_dtype == torch.float16 else None
         self._masks: list[torch.Tensor] = []  # of the mini-batch; none: a script with its own loop
         self.computed = UpdateFlops(self.module)
+        self.host_state = None
+        if self.offload_optimizer:
+            self.host_state = HostState(self.optimizer, compute_device(self.module))
 
     @property
     def _gradients(self) -> list[torch.Tensor]:
@@ -116,7 +121,7 @@ class TrainedModel:
         if grad_norm == 0 and self._masks and not any(global_counts(mask)[0] for mask in self._masks):
             metrics["training/empty_updates"] = Sum(self.world.rank == 0)
         elif not skipped:
-            self.optimizer.step()
+            (self.host_state or self.optimizer).step()
             refresh_weights(self.module)
         self._masks.clear()
         [lr, *_] = self.scheduler.get_last_lr()

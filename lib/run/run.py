@@ -96,6 +96,8 @@ class Run:
         state: dict[str, Any] = {}
         if self.checkpoint is not None:
             state = checkpoints.load_checkpoint(self.checkpoint, **_of_checkpoint(models))
+            for host_state in filter(None, [model.host_state for model in models.values()]):
+                host_state.offload()
             for name, rows in checkpoints.load_batches(self.checkpoint).items():
                 owner, dot, key = name.partition(".")
                 (state[owner] if dot else batches)[key or name] = rows

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import model as models
 from lib.args import OptimizerArgs, ScriptArgs, ShardArgs
-from lib.distributed import World, make_mesh, make_row_group, shard_model, trainable_parameters
+from lib.distributed import COMPILED, World, make_mesh, make_row_group, shard_model, trainable_parameters
 from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
 from lib.seeds import set_seed
 from lib.setup.needs import Needs, get_attention
@@ -104,18 +104,21 @@ class ModelFactory:
         if note and self.world.rank == 0:
             print(note, flush=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_schedule)
-        limits = self.max_grad_norm, self.shard.reduce_each_micro_batch
+        offloaded = "optimizer" in self.shard.cpu_offload and name not in self.shard.cpu_offload
+        limits = self.max_grad_norm, self.shard.reduce_each_micro_batch, offloaded
         return kind(name, module, optimizer, scheduler, self.world, self.forward, *limits)
 
     def _placed(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
         """The model with fast kernels, split over the ranks."""
         if self.model.compile:
             models.compile_layers(module)
-        if self.model.use_liger_kernel:
-            models.use_liger_kernel(module, self.world.device)
         self.forward.modules.append(module)
         how = {"cpu_offload": name in self.shard.cpu_offload, "zero1": self.zero1}
-        return shard_model(module, self.mesh, self.forward.compute_dtype, **how)
+        shard_model(module, self.mesh, self.forward.compute_dtype, **how)
+        fused = self.model.fuses_layers and self.shard.tensor_parallel_size == 1
+        if fused and self.world.device.type in COMPILED:
+            models.fuse_layers(module)
+        return module
 
 
 def loss_flags(args: ScriptArgs, needs: Needs) -> LossFlags:

@@ -7,6 +7,7 @@ fp32 that rounds log-probs of up to 10 differently by 1e-6, and a gradient of ma
 import importlib
 import json
 import re
+from collections import Counter
 from contextlib import ExitStack
 from functools import cache, partial
 from unittest.mock import patch
@@ -18,7 +19,8 @@ from safetensors.torch import load_file
 from lib import setup
 from lib.args import step_sizes
 from lib.data import on_host, prepare_dynamic_batch
-from lib.distributed import reduce_metrics, shard_model
+from lib.distributed import host_state, reduce_metrics, shard_model
+from lib.distributed.sharding import full_tensor
 from lib.log.rollouts import add_outputs
 from lib.model import load_tokenizer, micro_batches
 from lib.model.log_probs import ROW_TOLERANCE
@@ -162,6 +164,7 @@ def compare(world, name, flags, more_waits):
         ("grpo", ["--top-p", "0.9"], {KEPT: 2}),
         ("grpo", ["--cpu-offload", "actor"], {NORM: -1}),  # the gradient is on the CPU
         ("grpo", ["--cpu-offload", "activations"], {}),
+        ("grpo", ["--cpu-offload", "optimizer"], {}),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x) if isinstance(x, list) else "",
 )
@@ -177,6 +180,39 @@ def test_update(world, name, flags, more_waits):
     if "actor" not in flags:  # else weights come for each forward
         sources = [x for kind, *_, x in events if kind == "in" and x.numel()]
         assert len({(x.untyped_storage().data_ptr(), x.storage_offset()) for x in sources}) == len(sources) > 0
+
+
+def trained(world, folder, *flags):
+    """A policy after four updates and a checkpoint, and what it holds: weights and Adam's state, by their places."""
+    script, args, needs, [actor] = set_up("grpo", world, *flags)
+    for _ in range(2):
+        script.update(args, actor, rows(world), needs, 0.0)
+    models = {"actor": (actor.module, actor.optimizer)}
+    saved = save_checkpoint(folder, 1, models=models, schedulers={}, trainer_state={}, keep=1).result()
+    states = [x for p in actor.parameters for x in actor.optimizer.state[p].values()]
+    return actor, saved, [*actor.parameters, *states]
+
+
+def assert_equal(these, those):
+    assert all(torch.equal(full_tensor(a).cpu(), full_tensor(b).cpu()) for a, b in zip(these, those, strict=True))
+
+
+@on_gpu(ranks=2)
+def test_an_optimizer_in_cpu_memory_makes_the_same_bits(world, tmp_path):
+    """Its moments cross once each way an update, without a wait but the last; a checkpoint brings them back there."""
+    plain, saved, expected = trained(world, tmp_path / "plain")
+    with patch.object(host_state, "BUCKET_BYTES", 4096):
+        actor, offloaded, held = trained(world, tmp_path / "offloaded", "--cpu-offload", "optimizer")
+        crossed = Counter(event.kind for event in events if event.place.startswith("lib/distributed/host_state.py"))
+    moments = [x for p in actor.parameters for x in actor.optimizer.state[p].values() if x.numel() > 1]
+    assert {x.device.type for x in moments} == {"cpu"} and len(moments) == 2 * len(actor.parameters)
+    assert crossed == {"in": 3 * len(moments), "out": 4 * len(moments)}  # in the first update they are new
+    assert_equal(held, expected)
+    for path in (offloaded, saved):
+        load_checkpoint(path, models={"actor": (plain.module, plain.optimizer)}, schedulers={})
+        assert_equal(
+            [*plain.parameters, *(x for p in plain.parameters for x in plain.optimizer.state[p].values())], held
+        )
 
 
 @on_gpu

@@ -110,9 +110,20 @@ def compiled(name: str, source: str, folder: Path) -> Kernel:
     first = kernel.configs[0]
     meta = kernel._create_compile_meta(first)
     code = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
-    binary = triton.compile(code, target=H100, options=kernel._create_compile_options(first, meta))
+    return machine_code(code, kernel._create_compile_options(first, meta), folder, source.count("for r0_offset in"))
+
+
+def compiled_for_an_h100(function, tensors: dict[str, str], constants: dict, folder: Path) -> Kernel:
+    """A Triton function of ours, without fused multiplication and addition. tensors: the types of its pointers."""
+    signature = dict.fromkeys(function.arg_names, "i32") | tensors | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
+    return machine_code(ASTSource(function, signature, constants, aligned), {"enable_fp_fusion": False}, folder)
+
+
+def machine_code(code: ASTSource, options: dict, folder: Path, loops: int = 0) -> Kernel:
+    binary = triton.compile(code, target=H100, options=options)
     (folder / "cubin").write_bytes(binary.asm["cubin"])
     dump = [TOOLS / "cuobjdump", "--dump-resource-usage", folder / "cubin"]
     said = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
     resources = {what: int(n) for what, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", said)}
-    return Kernel(source.count("for r0_offset in"), binary.asm["ptx"], resources)
+    return Kernel(loops, binary.asm["ptx"], resources)

@@ -63,3 +63,18 @@ def test_a_compiled_layer_is_eight_kernels_forward_and_six_backward(graphs, monk
     kernels = graphs.kernels(tmp_path, {})
     assert [len(own) for own in kernels] == [1, 2, 2, 3, *(0, 0, 3, 3)]  # the backward of a graph is another one
     assert_for_an_h100_without_spills(kernels)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_rotary_kernel_rounds_each_product(tmp_path, dtype, backward):
+    """To the tensors' dtype, as separate operations do: none is fused with the sum."""
+    import lib.model.rotary
+    from tests.model.ptx import compiled_for_an_h100
+
+    constants = {"Q_HEADS": 64, "K_HEADS": 8, "HALF": 64, "BACKWARD": backward}  # the heads of a model of 70B
+    tensors = dict.fromkeys(("q", "k", "q_out", "k_out", "cos", "sin"), f"*{dtype}")
+    kernel = compiled_for_an_h100(lib.model.rotary._kernel, tensors, constants, tmp_path)
+    assert_for_an_h100_without_spills([[kernel]])
+    arithmetic = set(re.findall(r"\b(?:fma|mul|add|sub)\.[\w.]*f\d+", kernel.ptx))
+    assert arithmetic == {f"{name}.rn.{dtype.replace('fp', 'f')}" for name in ("mul", "add", "sub")}

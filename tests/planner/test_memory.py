@@ -382,6 +382,9 @@ def test_each_option_adds_or_moves_its_parts():
     assert offloaded["host"] == {name: plain["optimizer"][name] for name in ("weights", "Adam", "gradients")}
     assert not {"weights", "Adam"} & set(offloaded["loss"]) and "gradients" not in offloaded["last layer"]
 
+    moved = estimate_memory(StepSettings(TOY_MODEL, offload_optimizer=True, **TOY))
+    assert moved["host"] == {"Adam": plain["optimizer"]["Adam"]} and "Adam" not in moved["loss"]
+
     on_host = estimate_memory(StepSettings(TOY_MODEL, offload_activations=True, **TOY))
     assert on_host["host"] == {"activations": plain["backward"]["activations"]}
     assert on_host["backward"]["activations"] == plain["last layer"]["activations"] > 0
