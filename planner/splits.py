@@ -152,7 +152,7 @@ class _Planner:
             log_probs = update / args.update_epochs * policies * speed.log_probs / speed.update
             update += sizes.updates_per_step * speed.optimizer
         tokens = sizes.local_prompts * (args.data.max_prompt_length + args.group_size * self.lengths.mean())
-        micro_batches = max(math.ceil(tokens / args.optimizer.micro_batch_tokens), args.num_mini_batches)
+        micro_batches = max(math.ceil(tokens / args.optimizer.micro_batch_limit), args.num_mini_batches)
         in_updates = micro_batches * args.update_epochs
         reduced = in_updates if args.shard.reduce_each_micro_batch else sizes.updates_per_step
         seconds_a_byte = 0.0 if ranks == 1 else 1 / link(ranks // args.shard.dp_replicate_size)

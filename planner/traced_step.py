@@ -99,7 +99,7 @@ def rows_of_trace(args: ScriptArgs, ranks: int) -> tuple[ScriptArgs, int]:
     tokens of a response). A full one has --micro-batch-tokens, prompts counted once where rows share them."""
     args, sizes = copy.deepcopy(args), step_sizes(args, ranks)
     P, T = args.data.max_prompt_length, args.rollout.max_response_length
-    M, G, prompts = args.optimizer.micro_batch_tokens, args.group_size, sizes.local_prompts // args.num_mini_batches
+    M, G, prompts = args.optimizer.micro_batch_limit, args.group_size, sizes.local_prompts // args.num_mini_batches
     shared = args.model.shares_prompts
     per_row, per_group = (0, P) if shared else (P, 0)
     full = 2 if args.shard.reduce_each_micro_batch else 3  # micro-batches: one before, and one after, the worst

@@ -12,6 +12,7 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
+import planner
 from lib import InputError, report_mistake, setup
 from lib.cli.flags import parse_flags
 from planner.dry_run import describe_trace
@@ -26,7 +27,8 @@ def main(script: str, config: str, *flags: str) -> None:
         Path(folder, "model.safetensors").touch()  # the check of the flags wants weights
         args_class = import_module(script.removesuffix(".py")).Args
         args = parse_flags(args_class, ["--model", folder, "--train-files", config, *flags])  # no row is read
-        setup.join(args)
+        planner.traces = True
+        setup.choose_by_memory(args, setup.join(args))
         print(describe_trace(args, trace_step(args), H100))
 
 

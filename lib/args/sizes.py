@@ -53,7 +53,7 @@ def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
             raise InputError(f"{as_flag(name)} {size}: must divide the number of ranks, {world_size}")
     P, T = args.data.max_prompt_length, args.rollout.max_response_length
     ranks, tokens = args.shard.sequence_parallel_size, args.optimizer.micro_batch_tokens
-    if ranks * tokens < P + T:
+    if tokens != "auto" and ranks * tokens < P + T:
         raise InputError(
             "sequence_parallel_size x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
             f"{ranks} x {tokens} < {P} + {T}"

@@ -160,7 +160,7 @@ class LoadOptions:
     # how `response_log_probs` lays out its rows; where a model does not allow it, its own attributes are False
     padding_free: bool = True
     share_prompts: bool = True
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: float = 0  # the share of the layers that the backward pass recomputes; True: all
     offload_activations: bool = False  # what autograd keeps for the backward pass waits in CPU memory
     trust_remote_code: bool = False
     on_meta: bool = False
@@ -300,6 +300,16 @@ def fsdp_layer_classes(model: PreTrainedModel) -> set[str]:
     return {type(layer).__name__ for layer in (*decoder_layers(model), *tower_layers(model))}
 
 
+def recompute_layers(model: PreTrainedModel, share: float) -> None:
+    """Gradient checkpointing for this share of the layers and, if there are any, for a vision tower. It takes the first
+    layers: the backward pass comes to them last, when it has freed the activations of the others."""
+    layers: list[Any] = decoder_layers(model)
+    if count := round(share * len(layers)):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers[count:]:
+            layer.gradient_checkpointing = False
+
+
 def compile_layers(model: PreTrainedModel) -> None:
     """Compiles each layer but its attention, for packed rows: once for any number of tokens and any layout. Rows that
     are not packed, such as in hf rollouts, run as before."""
@@ -346,8 +356,7 @@ def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable,
         raise InputError(f"{name}: not a {type(model).__name__}: no {min(missing)} in it ({len(missing)} missing)")
     lay_out(model, name, how.attn_implementation, how.padding_free, how.share_prompts)
     hook_routers(model)
-    if how.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model, how.gradient_checkpointing)
     model.train()
     model.fsdp_layer_classes = fsdp_layer_classes(model)
     method = _keeping_activations_on_cpu(forward) if how.offload_activations else forward

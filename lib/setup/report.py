@@ -1,8 +1,10 @@
 """What a run says before it starts, and its check that the flags fit the GPU. Only --dry-run and a GPU's check load the
 planner."""
 
+from typing import Any
+
 from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
-from lib.distributed import World, advise_out_of_memory, on_first_rank, total_memory
+from lib.distributed import World, advise_out_of_memory, all_reduce_max, on_first_rank, total_memory
 from lib.setup.inputs import Inputs
 
 NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
@@ -57,7 +59,32 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     return "\n".join(lines)
 
 
-def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
+def choose_by_memory(args: ScriptArgs, world: World) -> dict[str, Any]:
+    """Sets what --micro-batch-tokens auto and --gradient-checkpointing auto are here, by the estimate for the smallest
+    GPU of all ranks, and says so. Returns both as they are in effect. A collective."""
+    model, optimizer = args.model, args.optimizer
+    row = args.data.max_prompt_length + args.rollout.max_response_length
+    optimizer.auto_tokens = max(optimizer.auto_tokens, -(-row // args.shard.sequence_parallel_size))
+    if "auto" in (optimizer.micro_batch_tokens, model.gradient_checkpointing) and has_estimate(args, world):
+        from planner.estimate import choose_auto, gpu_here
+
+        gpu = gpu_here().memory if args.run.dry_run else -all_reduce_max(-total_memory(world.device), world.device)
+        chosen = on_first_rank(lambda: choose_auto(args, training_ranks(args), gpu))
+        optimizer.auto_tokens, model.auto_recomputed, said = chosen
+        if world.rank == 0:
+            print(said, flush=True)
+    return {"micro_batch_tokens": optimizer.micro_batch_limit, "gradient_checkpointing": model.recomputed}
+
+
+def has_estimate(args: ScriptArgs, world: World) -> bool:
+    """Whether this is a GPU, or a --dry-run of some, with flags that the estimate knows."""
+    known = not args.model.model.endswith(".gguf") and args.shard.tensor_parallel_size == 1
+    if args.run.dry_run:
+        return known
+    return known and world.device.type != "cpu" and args.run.memory_check and not args.validation.val_only
+
+
+def check_memory(args: ScriptArgs, world: World) -> None:
     """On a GPU, before a model loads: raises InputError if the estimate of the flags does not fit. A collective.
     Skipped with --no-memory-check, a .gguf model and tensor parallelism, which the estimate does not know."""
 
@@ -67,10 +94,8 @@ def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
         return memory_advice(args, world.size, stage)
 
     advise_out_of_memory(advice)
-    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
-    if world.device.type == "cpu" or unknown or not args.run.memory_check or args.validation.val_only:
-        return
-    from planner.estimate import refuse_what_does_not_fit
+    if has_estimate(args, world):
+        from planner.estimate import refuse_what_does_not_fit
 
-    gpu = total_memory(world.device)
-    on_first_rank(lambda: refuse_what_does_not_fit(args, world.size, gpu))
+        gpu = total_memory(world.device)
+        on_first_rank(lambda: refuse_what_does_not_fit(args, world.size, gpu))
