@@ -1,6 +1,7 @@
 """planner/plan.py's simulation against benchmarks/async_rollouts.py's runs: predicted and measured seconds of a step.
 
-    python -m benchmarks.plan        a second
+    python -m benchmarks.plan            a second
+    python -m benchmarks.plan updates    two minutes: what traces predict of updates on H100s, by default (UPDATES)
 
 Rates come from stages of the way "together" alone, in which two processes each sample and train half of the rows:
 
@@ -14,7 +15,10 @@ The ways "apart" are predicted with them. Record: benchmarks/results/plan.json.
 """
 
 import json
+import multiprocessing
+import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -22,11 +26,15 @@ from benchmarks.async_rollouts import RECORD, WARM_UP, WORK
 from benchmarks.curves import ROOT, provenance
 from benchmarks.vs_trl import GROUP, Setting
 from planner.plan import Engine, EngineRates, Row, simulate
+from planner.roofline import HOST_LAYER_S
+from tools.trace import trace
 
 RESULT = ROOT / "benchmarks/results/plan.json"
 SERVERS = ROOT / "benchmarks/results/server_rollout.json"
 REQUESTS = 512  # of benchmarks/server_rollout.py
 SLOTS = 512  # of an engine on a CPU: lib/rollout/vllm_start.py
+UPDATES = [("qwen2.5-0.5b", 1, 16384), ("qwen2.5-1.5b", 1, 8192), ("qwen2.5-1.5b", 1, 16384), ("qwen2.5-7b", 8, 16384)]
+ROWS = "--max-prompt-length 256 --max-response-length 768 --group-size 1 --adv-estimator rloo"
 LEVELS = {"apart, level 0": 0, "apart, level 1": 1, "apart, level 2": 2}
 
 
@@ -80,7 +88,33 @@ def predictions(record: dict, requests: dict) -> dict:
     return results
 
 
+def updates() -> dict:
+    """Of full micro-batches of rows of 1024 tokens that share no prompt: launches a layer, milliseconds of kernels and
+    of the host, and MFU, by how the model is split."""
+    context, found = multiprocessing.get_context("spawn"), {}
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
+        for name, gpus, tokens in UPDATES:
+            for fused in ("--no-use-liger-kernel", "--use-liger-kernel"):
+                flags = f"{ROWS} --dry-run {gpus} --micro-batch-tokens {tokens} {fused}".split()
+                flags += ["--prompts-per-step", str(gpus * tokens // 1024)]
+                traced, _ = processes.submit(trace, "grpo.py", f"benchmarks/shapes/{name}.json", *flags).result()
+                speeds = {sharding: traced.speed(gpus, sharding) for sharding in HOST_LAYER_S}
+                [speed, *_] = speeds.values()
+                found[f"{name}, {gpus} x H100, {tokens} tokens, {fused}"] = {
+                    "launches": round(speed.launches),
+                    "kernels_ms": round(1e3 * speed.kernels, 1),
+                    "host_ms": {sharding: round(1e3 * own.host, 1) for sharding, own in speeds.items()},
+                    "mfu": {sharding: round(own.mfu, 3) for sharding, own in speeds.items()},
+                }
+                print(f"{[*found][-1]}: {found[[*found][-1]]}", flush=True)
+    return found
+
+
 def main() -> None:
+    if sys.argv[1:] == ["updates"]:
+        results = json.loads(RESULT.read_text()) | {"updates": updates() | {"provenance": provenance(jobs=1)}}
+        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        return
     record = json.loads(RECORD.read_text())
     results = predictions(record, json.loads(SERVERS.read_text()))
     for name in WORK:
@@ -89,6 +123,7 @@ def main() -> None:
             errors = [f"{own['predicted'] / own['measured'] - 1:+.0%}" for own in pairs.values()]
             print(f"{name:8} {way:16} {', '.join(f'{key} {s} ({e})' for key, s, e in zip(pairs, shown, errors))}")
     results["provenance"] = provenance(jobs=1) | {"of the runs": {name: record[name]["commit"] for name in WORK}}
+    results |= {"updates": json.loads(RESULT.read_text()).get("updates")}
     RESULT.write_text(json.dumps(results, indent=1) + "\n")
 
 

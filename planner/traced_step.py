@@ -37,7 +37,7 @@ from planner.fake_gpu import register_fake_gpu
 from planner.images import images_that_fill
 from planner.memory import GIB, Moments
 from planner.meta import replaced
-from planner.roofline import H100, Kernel, Peaks, Speed, fuse, predict, seconds_by_kind
+from planner.roofline import H100, HOST_LAYER_S, Kernel, Peaks, Speed, fuse, predict, seconds_by_kind
 from planner.trace import Trace
 
 MOMENTS = ("log-probs", "advantages", "forward", "loss", "backward", "last layer", "vision", "critic", "optimizer")
@@ -56,9 +56,10 @@ class Traced(NamedTuple):
     layers: int
     flops: float  # of the models, in these micro-batches (lib/model/flops.py)
 
-    def speed(self, ranks: int, peaks: Peaks = H100) -> Speed:
-        """On so many ranks: the layers' weights are gathered from more of them."""
-        return predict(self.kernels, self.tokens, self.layers, self.flops, ranks, peaks)
+    def speed(self, ranks: int, sharding: str = "fsdp2", peaks: Peaks = H100) -> Speed:
+        """On so many ranks: the layers' weights are gathered from more of them. sharding: one of HOST_LAYER_S."""
+        host = HOST_LAYER_S[sharding]
+        return predict(self.kernels, self.tokens, self.layers, self.flops, ranks, host, peaks)
 
 
 def trace_step(args: ScriptArgs, inputs: Inputs | None = None) -> Traced:
@@ -433,7 +434,14 @@ def speed_table(args: ScriptArgs, sizes: Sizes, traced: Traced, ranks: int) -> s
     lines = [
         f"predicted by the roofline of {ranks} x H100: {update:.1f} s for the updates of a step, {log_probs:.1f} s for "
         f"a pass without gradients; MFU {speed.mfu:.2f} in full micro-batches of {speed.tokens} tokens",
-        f"{speed.launches:.0f} launches a layer, forward and backward, besides FSDP's; seconds a micro-batch by kind:",
+    ]
+    for sharding in HOST_LAYER_S:
+        own = traced.speed(ranks, sharding)
+        lines += [
+            f"{sharding}: {own.kernels:.3f} s of kernels a micro-batch, {own.host:.3f} s of host, MFU {own.mfu:.2f}"
+        ]
+    lines += [
+        f"{speed.launches:.0f} launches a layer, forward and backward, besides FSDP's; seconds a micro-batch by kind:"
     ]
     by_kind = seconds_by_kind(traced.kernels, ranks)
     lines += [f"{kind:>20}{n / len(traced.tokens):9.4f}" for kind, n in by_kind.items()]

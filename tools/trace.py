@@ -17,11 +17,11 @@ from lib import InputError, report_mistake, setup
 from lib.cli.flags import parse_flags
 from planner.dry_run import describe_trace
 from planner.estimate import H100
-from planner.traced_step import trace_step
+from planner.traced_step import Traced, trace_step
 
 
-def main(script: str, config: str, *flags: str) -> None:
-    """Prints the tables. flags: the script's, --dry-run N among them."""
+def trace(script: str, config: str, *flags: str) -> tuple[Traced, str]:
+    """(the traced step, its tables). flags: the script's, --dry-run N among them. Once in a process."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(config, Path(folder, "config.json"))
         Path(folder, "model.safetensors").touch()  # the check of the flags wants weights
@@ -29,14 +29,15 @@ def main(script: str, config: str, *flags: str) -> None:
         args = parse_flags(args_class, ["--model", folder, "--train-files", config, *flags])  # no row is read
         planner.traces = True
         setup.choose_by_memory(args, setup.join(args))
-        print(describe_trace(args, trace_step(args), H100))
+        traced = trace_step(args)
+        return traced, describe_trace(args, traced, H100)
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     try:
-        main(*sys.argv[1:])
+        print(trace(*sys.argv[1:])[1])
     except (InputError, OSError) as error:
         report_mistake(f"error: {error}")
         sys.exit(2)

@@ -49,7 +49,9 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
         for version in range(2):
             seconds = timed(lambda version=version: sync_weights(made, model, version, tolerance=TOLERANCE))
             rate = numel * dtype.itemsize / seconds / 1e9
-            yield row(f"vLLM: sync {version}, checked", seconds, "s", gb_per_s=rate, bytes=numel * dtype.itemsize)
+            claims = claim(device, "P6", 1 / rate <= 0.2, f"{1 / rate:.2f} s a GB") if version else ()
+            size = numel * dtype.itemsize
+            yield row(f"vLLM: sync {version}, checked", seconds, "s", None, claims, gb_per_s=rate, bytes=size)
             difference = made.verified["rollout/canary_logp_diff"]
             yield row(f"vLLM: sync {version}, difference on the probe", difference, "nats")
             made.generate(prompts, Sampling(2), list(range(count)))
@@ -121,7 +123,9 @@ def steps(made: VLLMEngine, rollout: DataProto, T: int, count: int, device: torc
 
     for rows in sorted({max(1, count // n) for n in (256, 16, 4, 1)}):
         seconds = seconds_of(partial(run, rows), 2)
-        yield row(f"vLLM: a step of {rows} rows", 1e3 * seconds / T, "ms", tokens_per_s=rows * T / seconds)
+        ms = 1e3 * seconds / T
+        claims = claim(device, "P4", ms <= 5, f"{ms:.1f} ms") if rows == 256 else ()
+        yield row(f"vLLM: a step of {rows} rows", ms, "ms", None, claims, tokens_per_s=rows * T / seconds)
     if device.type == "cuda":
         kernels = sum(ms for _, ms in kernels_of(run).values())
         yield row(f"vLLM: what the GPU computes in a step of {count} rows", kernels / T, "ms")
