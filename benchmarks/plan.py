@@ -22,11 +22,16 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
+import grpo
 from benchmarks.async_rollouts import RECORD, WARM_UP, WORK
 from benchmarks.curves import ROOT, provenance
 from benchmarks.vs_trl import GROUP, Setting
+from lib.cli.flags import parse_flags
+from planner.estimate import Gpu
 from planner.plan import Engine, EngineRates, Row, simulate
-from planner.roofline import HOST_LAYER_S
+from planner.roofline import HOST_LAYER_S, Peaks
+from planner.splits import MEMORY_TBPS, ROW_S, VLLM_ROW_S, DecoderCosts, engine_rates
+from planner.traced_step import Traced
 from tools.trace import trace
 
 RESULT = ROOT / "benchmarks/results/plan.json"
@@ -35,6 +40,7 @@ REQUESTS = 512  # of benchmarks/server_rollout.py
 SLOTS = 512  # of an engine on a CPU: lib/rollout/vllm_start.py
 UPDATES = [("qwen2.5-0.5b", 1, 16384), ("qwen2.5-1.5b", 1, 8192), ("qwen2.5-1.5b", 1, 16384), ("qwen2.5-7b", 8, 16384)]
 ROWS = "--max-prompt-length 256 --max-response-length 768 --group-size 1 --adv-estimator rloo"
+H200, PROMPT = Gpu("H200", 141 * 10**9, 989.0), 64
 LEVELS = {"apart, level 0": 0, "apart, level 1": 1, "apart, level 2": 2}
 
 
@@ -107,7 +113,24 @@ def updates() -> dict:
                     "mfu": {sharding: round(own.mfu, 3) for sharding, own in speeds.items()},
                 }
                 print(f"{[*found][-1]}: {found[[*found][-1]]}", flush=True)
+                if (name, tokens, fused) == ("qwen2.5-1.5b", 16384, "--use-liger-kernel"):
+                    found["a step of 256 responses of 1024 tokens, 1.5B, one H200, seconds"] = step_of_h200(traced)
     return found
+
+
+def step_of_h200(traced: Traced) -> dict:
+    """Seconds of the step that took 19.7 s (docs/gpu.md), and milliseconds of a step of vLLM with 256 rows of 0.5B."""
+    found, rates = {}, {}
+    for name in ("qwen2.5-0.5b", "qwen2.5-1.5b"):
+        words = f"--dry-run 1 --rollout-engine vllm --model benchmarks/shapes/{name}.json --train-files none".split()
+        args = parse_flags(grpo.Args, words)
+        rates[name] = engine_rates(args, DecoderCosts.of(args), H200)
+    for who, row in {"vLLM's scheduler": VLLM_ROW_S, "ours": ROW_S}.items():
+        small, large = (own._replace(row=row) for own in rates.values())
+        found[f"{who}: ms of 256 rows of 0.5B"] = 1e3 * small.decode(256, 256 * 200, 1)
+        found[f"{who}: rollout"] = large.decode(256, 256 * PROMPT, 1024)
+    speed = traced.speed(1, "zero1", Peaks(memory=1e12 * MEMORY_TBPS["H200"]))
+    return found | {"update": 256 * (1024 + PROMPT / GROUP) * speed.update + speed.optimizer}
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from lib import InputError
 from lib.data import local_copy
 from lib.distributed import ESTIMATED
 from lib.model import load, log_probs
+from lib.model.activations import recompute_layers
 from lib.model.load import add_lora, class_of, decoder_layers, freeze
 from lib.model.values import token_values
 from lib.model.vision import cache_keyword, family_of, patches_per_feature, tower_layers, vision_names
@@ -204,7 +205,7 @@ def update_costs(model: PreTrainedModel, tokens: int, recomputed: float, entropy
         kept = round(none.kept + recomputed * (every.kept - none.kept))
         later = every.backward - (kept - every.kept)  # when what the layers behind them kept is gone
         return UpdateCosts(kept, none.of_a_layer, none.loss, max(none.backward, later), every.last_layer)
-    load.recompute_layers(model, recomputed)
+    recompute_layers(model, decoder_layers(model), recomputed)
     model.train()
     measure = partial(_update_peaks, model, tokens, entropy_in_loss)
     kept, loss, in_layers, in_last = _of_all_layers(model, measure)

@@ -430,18 +430,13 @@ def predict_update(args: ScriptArgs, sizes: Sizes, traced: Traced, ranks: int) -
 
 def speed_table(args: ScriptArgs, sizes: Sizes, traced: Traced, ranks: int) -> str:
     """Predicted seconds and MFU, and where the time of an update goes."""
+    speeds = {sharding: traced.speed(ranks, sharding) for sharding in HOST_LAYER_S}
     speed, (update, log_probs) = traced.speed(ranks), predict_update(args, sizes, traced, ranks)
     lines = [
         f"predicted by the roofline of {ranks} x H100: {update:.1f} s for the updates of a step, {log_probs:.1f} s for "
-        f"a pass without gradients; MFU {speed.mfu:.2f} in full micro-batches of {speed.tokens} tokens",
-    ]
-    for sharding in HOST_LAYER_S:
-        own = traced.speed(ranks, sharding)
-        lines += [
-            f"{sharding}: {own.kernels:.3f} s of kernels a micro-batch, {own.host:.3f} s of host, MFU {own.mfu:.2f}"
-        ]
-    lines += [
-        f"{speed.launches:.0f} launches a layer, forward and backward, besides FSDP's; seconds a micro-batch by kind:"
+        f"a pass without gradients; a full micro-batch has {speed.tokens} tokens and {speed.kernels:.3f} s of kernels",
+        *(f"with {name}: {own.host:.3f} s of the host, MFU {own.mfu:.2f}" for name, own in speeds.items()),
+        f"{speed.launches:.0f} launches a layer, forward and backward, besides FSDP's; seconds a micro-batch by kind:",
     ]
     by_kind = seconds_by_kind(traced.kernels, ranks)
     lines += [f"{kind:>20}{n / len(traced.tokens):9.4f}" for kind, n in by_kind.items()]
