@@ -32,7 +32,7 @@ from planner.plan import Engine, EngineRates, Row, simulate
 from planner.roofline import HOST_LAYER_S, Peaks
 from planner.splits import MEMORY_TBPS, ROW_S, VLLM_ROW_S, DecoderCosts, engine_rates
 from planner.traced_step import Traced
-from tools.trace import trace
+from tools.trace import traced
 
 RESULT = ROOT / "benchmarks/results/plan.json"
 SERVERS = ROOT / "benchmarks/results/server_rollout.json"
@@ -94,6 +94,11 @@ def predictions(record: dict, requests: dict) -> dict:
     return results
 
 
+def trace(*words: str) -> Traced:
+    with traced("grpo.py", *words) as (_, step):
+        return step
+
+
 def updates() -> dict:
     """Of full micro-batches of rows of 1024 tokens that share no prompt: launches a layer, milliseconds of kernels and
     of the host, and MFU, by how the model is split."""
@@ -103,8 +108,8 @@ def updates() -> dict:
             for fused in ("--no-use-liger-kernel", "--use-liger-kernel"):
                 flags = f"{ROWS} --dry-run {gpus} --micro-batch-tokens {tokens} {fused}".split()
                 flags += ["--prompts-per-step", str(gpus * tokens // 1024)]
-                traced, _ = processes.submit(trace, "grpo.py", f"benchmarks/shapes/{name}.json", *flags).result()
-                speeds = {sharding: traced.speed(gpus, sharding) for sharding in HOST_LAYER_S}
+                step = processes.submit(trace, f"benchmarks/shapes/{name}.json", *flags).result()
+                speeds = {sharding: step.speed(gpus, sharding) for sharding in HOST_LAYER_S}
                 [speed, *_] = speeds.values()
                 found[f"{name}, {gpus} x H100, {tokens} tokens, {fused}"] = {
                     "launches": round(speed.launches),
@@ -114,11 +119,11 @@ def updates() -> dict:
                 }
                 print(f"{[*found][-1]}: {found[[*found][-1]]}", flush=True)
                 if (name, tokens, fused) == ("qwen2.5-1.5b", 16384, "--use-liger-kernel"):
-                    found["a step of 256 responses of 1024 tokens, 1.5B, one H200, seconds"] = step_of_h200(traced)
+                    found["a step of 256 responses of 1024 tokens, 1.5B, one H200, seconds"] = step_of_h200(step)
     return found
 
 
-def step_of_h200(traced: Traced) -> dict:
+def step_of_h200(step: Traced) -> dict:
     """Seconds of the step that took 19.7 s (docs/gpu.md), and milliseconds of a step of vLLM with 256 rows of 0.5B."""
     found, rates = {}, {}
     for name in ("qwen2.5-0.5b", "qwen2.5-1.5b"):
@@ -129,7 +134,7 @@ def step_of_h200(traced: Traced) -> dict:
         small, large = (own._replace(row=row) for own in rates.values())
         found[f"{who}: ms of 256 rows of 0.5B"] = 1e3 * small.decode(256, 256 * 200, 1)
         found[f"{who}: rollout"] = large.decode(256, 256 * PROMPT, 1024)
-    speed = traced.speed(1, "zero1", Peaks(memory=1e12 * MEMORY_TBPS["H200"]))
+    speed = step.speed(1, "zero1", Peaks(memory=1e12 * MEMORY_TBPS["H200"]))
     return found | {"update": 256 * (1024 + PROMPT / GROUP) * speed.update + speed.optimizer}
 
 
