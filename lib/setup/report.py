@@ -73,15 +73,15 @@ def choose_by_memory(args: ScriptArgs, world: World) -> dict[str, Any]:
         optimizer.auto_tokens, model.auto_recomputed, said = chosen
         if world.rank == 0:
             print(said, flush=True)
-    return {"micro_batch_tokens": optimizer.micro_batch_limit, "gradient_checkpointing": model.recomputed}
+    share = {0: "off", 1: "on"}.get(model.recomputed, f"{model.recomputed:.3g} of the layers")
+    return {"micro_batch_tokens": optimizer.micro_batch_limit, "gradient_checkpointing": share}
 
 
 def has_estimate(args: ScriptArgs, world: World) -> bool:
     """Whether this is a GPU, or a --dry-run of some, with flags that the estimate knows."""
-    known = not args.model.model.endswith(".gguf") and args.shard.tensor_parallel_size == 1
-    if args.run.dry_run:
-        return known
-    return known and world.device.type != "cpu" and args.run.memory_check and not args.validation.val_only
+    if args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1 or args.validation.val_only:
+        return False
+    return args.run.dry_run > 0 or (world.device.type != "cpu" and args.run.memory_check)
 
 
 def check_memory(args: ScriptArgs, world: World) -> None:
