@@ -1,6 +1,6 @@
 """planner/plan.py's simulation against benchmarks/async_rollouts.py's runs: predicted and measured seconds of a step.
 
-    python -m benchmarks.plan            a second
+    python -m benchmarks.plan            seconds
     python -m benchmarks.plan updates    two minutes: what traces predict of updates on H100s, by default (UPDATES)
 
 Rates come from stages of the way "together" alone, in which two processes each sample and train half of the rows:
@@ -126,10 +126,10 @@ def updates() -> dict:
 def step_of_h200(step: Traced) -> dict:
     """Seconds of the step that took 19.7 s (docs/gpu.md), and milliseconds of a step of vLLM with 256 rows of 0.5B."""
     found, rates = {}, {}
-    for name in ("qwen2.5-0.5b", "qwen2.5-1.5b"):
-        words = f"--dry-run 1 --rollout-engine vllm --model benchmarks/shapes/{name}.json --train-files none".split()
+    for shape in (f"benchmarks/shapes/qwen2.5-{size}.json" for size in ("0.5b", "1.5b")):
+        words = f"--dry-run 1 --rollout-engine vllm --model {shape} --train-files {shape}".split()
         args = parse_flags(grpo.Args, words)
-        rates[name] = engine_rates(args, DecoderCosts.of(args), H200)
+        rates[shape] = engine_rates(args, DecoderCosts.of(args), H200)
     for who, row in {"vLLM's scheduler": VLLM_ROW_S, "ours": ROW_S}.items():
         small, large = (own._replace(row=row) for own in rates.values())
         found[f"{who}: ms of 256 rows of 0.5B"] = 1e3 * small.decode(256, 256 * 200, 1)

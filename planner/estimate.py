@@ -8,7 +8,7 @@ import torch
 
 import planner
 from lib import InputError
-from lib.args import ScriptArgs, step_sizes, training_ranks
+from lib.args import ScriptArgs, least_micro_batch, step_sizes, training_ranks
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import ESTIMATED, accelerator, device_name, total_memory
 from lib.log.throughput import PEAK_TFLOPS, peak_tflops
@@ -144,17 +144,19 @@ class Chosen(NamedTuple):
 
     tokens: int
     recomputed: float  # share of the layers
+    fits: bool
     said: str
 
 
 def choose_auto(args: ScriptArgs, ranks: int, gpu: int) -> Chosen:
-    """By the estimate for `ranks` GPUs of `gpu` bytes: as few recomputed layers as let micro-batches of at least
-    optimizer.auto_tokens fit. If none has to be, twice as many tokens as long as they fit and an update has more: more
-    tokens hide the host's time. By doubling, so that a resume on GPUs of this size has the same micro-batches."""
-    if planner.traces:
+    """By the estimate for `ranks` GPUs of `gpu` bytes: as few recomputed layers as let micro-batches of
+    `least_micro_batch` fit. If none has to be, twice as many tokens as long as they fit and an update has more: more
+    tokens hide the host's time. By doubling, so that a small change of the estimate does not change micro-batches."""
+    if planner.traces and accelerator() is None:
         register_fake_gpu()  # torch counts accelerators at a process's first backward pass, as the estimate has
     args = copy.deepcopy(args)
     model, optimizer = args.model, args.optimizer
+    optimizer.auto_tokens = least_micro_batch(args)
     layers = config_of(model.model, "--model", model.trust_remote_code).get_text_config().num_hidden_layers
 
     def fit(count: int) -> bool:
@@ -174,9 +176,10 @@ def choose_auto(args: ScriptArgs, ranks: int, gpu: int) -> Chosen:
                 break
         said = [f"--micro-batch-tokens auto: {optimizer.auto_tokens}", *said]
     model.auto_recomputed = count / layers
-    worst, size = worst_moment(memory_of(args, ranks, gpu))
+    moments = memory_of(args, ranks, gpu)
+    worst, size = worst_moment(moments)
     room = f"an estimate of {size / GIB:.1f} GiB ({worst}) on GPUs of {gpu / GIB:.0f}"
-    return Chosen(optimizer.auto_tokens, model.auto_recomputed, f"{', '.join(said)}, by {room}")
+    return Chosen(optimizer.auto_tokens, model.auto_recomputed, fits(moments, gpu), f"{', '.join(said)}, by {room}")
 
 
 class Saver(NamedTuple):

@@ -39,9 +39,8 @@ class _Backend:
     current_device = staticmethod(lambda: 0)
     device_count = staticmethod(lambda: DEVICES)
     current_stream = stream = staticmethod(lambda *_: _Nothing())
-    set_device = synchronize = manual_seed_all = empty_cache = reset_peak_memory_stats = staticmethod(
-        lambda *_, **__: None
-    )
+    set_device = synchronize = manual_seed_all = empty_cache = staticmethod(lambda *_, **__: None)
+    reset_peak_memory_stats = staticmethod(lambda: None)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
     get_device_capability = staticmethod(lambda *_: (9, 0))  # of an H100, as all that follows
     get_device_name = staticmethod(lambda *_: "H100")

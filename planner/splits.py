@@ -12,8 +12,7 @@ from lib import InputError
 from lib.args import ScriptArgs, engine_rows, step_sizes, training_ranks
 from lib.cli.flags import as_flag, check_flags
 from lib.model.flops import flops_of
-from planner.estimate import MFU, Gpu, memory_of
-from planner.memory import fits
+from planner.estimate import MFU, Gpu, choose_auto
 from planner.meta import kv_bytes_per_token, meta_model
 from planner.plan import EngineRates, Split, plan_table, predict, read_lengths
 from planner.step_flops import StepFlops, flops_of_step, log_prob_passes
@@ -106,7 +105,7 @@ class _Planner:
         fastest = min(own.step.seconds for own in found.values())
         size = next(size for size, own in found.items() if own.step.seconds <= 1.02 * fastest)
         changed = with_split(self.args, rollout_gpus, size, first)
-        fit = fits(memory_of(changed, training_ranks(changed), self.gpu.memory), self.gpu.memory)
+        fit = choose_auto(changed, training_ranks(changed), self.gpu.memory).fits
         levels = [level for level in range(LEVELS) if rollout_gpus and level != first]
         others = [self.split(rollout_gpus, size, level) for level in levels]
         return [own._replace(fits=fit) for own in (found[size], *others) if own]

@@ -71,11 +71,8 @@ def peaks(folder: str, label: str, flags: list[str]) -> Iterator[dict]:
     """The run's peak, the estimate's and that of a trace of the same flags."""
     rows = [json.loads(line) for line in Path(folder, "stages/metrics.jsonl").read_text().splitlines()]
     measured = max(value for r in rows for key, value in r.items() if key.startswith(PEAK))
-    flags = [
-        *flags,
-        "--micro-batch-tokens",
-        str(chosen_in(folder)["micro_batch_tokens"]),
-    ]  # the dry run's GPU is another
+    tokens = chosen_in(folder)["micro_batch_tokens"]
+    flags = [*flags, "--micro-batch-tokens", str(tokens)]  # a dry run assumes an H100
     tables = {"estimate": dry_run(flags), "trace": dry_run([*flags, "--trace"], "GiB, traced")}
     found = {name: max(sums(text)) for name, text in tables.items()}
     said = ", ".join(f"{name} {gib:.2f}" for name, gib in found.items())

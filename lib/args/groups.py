@@ -39,8 +39,7 @@ class ModelArgs(Group):
     routing_replay: Literal["none", "R2", "R3"] = "none"
     """a mixture's experts in the update: the router's, old_log_probs' (R2), the engine's (R3)"""
     gradient_checkpointing: Annotated[Literal["auto", "on", "off"], SWITCH, MAY_CHANGE] = "auto"
-    """recompute layers in the backward pass: less memory, up to a third more time in the update. auto: on
-    a GPU as few layers as the memory estimate demands, on a CPU none"""
+    """recompute layers in the backward pass to save memory; auto: on a GPU as few as must be"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     lora_rank: Annotated[int, Ge(0)] = 0
@@ -256,8 +255,7 @@ class OptimizerArgs(Group):
     """Micro-batches and AdamW."""
 
     micro_batch_tokens: Annotated[int | Literal["auto"], Ge(1), MAY_CHANGE] = "auto"
-    """maximum number of tokens of one forward and backward pass on one rank; auto: 16384, on a GPU more if
-    the memory estimate has room for them"""
+    """most tokens of a forward and backward pass on a rank; auto: 16384, more if a GPU has room"""
     lr: Annotated[float | None, Ge(0)] = None
     """learning rate; empty: 1e-6, with --lora-rank 1e-5"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

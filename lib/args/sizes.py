@@ -64,6 +64,12 @@ def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
     return Sizes(args.group_size, args.num_mini_batches, args.update_epochs, local_prompts, local_rows, mini_batch_rows)
 
 
+def least_micro_batch(args: ScriptArgs) -> int:
+    """The tokens that --micro-batch-tokens auto is at least: it holds one row."""
+    row = args.data.max_prompt_length + args.rollout.max_response_length
+    return max(16384, -(-row // args.shard.sequence_parallel_size))
+
+
 def engine_rows(args: ScriptArgs, ranks: int) -> int:
     """The rows that a vLLM engine samples at a time (max_num_seqs): what it has of a step, from 256 to 1024. Each takes
     counts of the whole vocabulary: 0.6 GiB for 1024 rows of 152k tokens. ranks: those that train."""

@@ -3,7 +3,7 @@ planner."""
 
 from typing import Any
 
-from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
+from lib.args import ROOT, ScriptArgs, Sizes, least_micro_batch, training_ranks
 from lib.distributed import World, advise_out_of_memory, all_reduce_max, on_first_rank, total_memory
 from lib.setup.inputs import Inputs
 
@@ -63,16 +63,15 @@ def choose_by_memory(args: ScriptArgs, world: World) -> dict[str, Any]:
     """Sets what --micro-batch-tokens auto and --gradient-checkpointing auto are here, by the estimate for the smallest
     GPU of all ranks, and says so. Returns both as they are in effect. A collective."""
     model, optimizer = args.model, args.optimizer
-    row = args.data.max_prompt_length + args.rollout.max_response_length
-    optimizer.auto_tokens = max(optimizer.auto_tokens, -(-row // args.shard.sequence_parallel_size))
+    optimizer.auto_tokens = least_micro_batch(args)
     if "auto" in (optimizer.micro_batch_tokens, model.gradient_checkpointing) and has_estimate(args, world):
         from planner.estimate import choose_auto, gpu_here
 
         gpu = gpu_here().memory if args.run.dry_run else -all_reduce_max(-total_memory(world.device), world.device)
         chosen = on_first_rank(lambda: choose_auto(args, training_ranks(args), gpu))
-        optimizer.auto_tokens, model.auto_recomputed, said = chosen
+        optimizer.auto_tokens, model.auto_recomputed = chosen.tokens, chosen.recomputed
         if world.rank == 0:
-            print(said, flush=True)
+            print(chosen.said, flush=True)
     share = {0: "off", 1: "on"}.get(model.recomputed, f"{model.recomputed:.3g} of the layers")
     return {"micro_batch_tokens": optimizer.micro_batch_limit, "gradient_checkpointing": share}
 

@@ -473,12 +473,12 @@ def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
 def test_auto_takes_what_fits(tmp_path):
     """As few recomputed layers as fit. Where none has to be, micro-batches twice, four times, ... as large, until they
     would not fit or are the whole update: 8 groups of 8 responses with 1,024 + 8 x 2,048 tokens."""
-    args = flags_of(save_tiny(tmp_path, num_hidden_layers=6), "--rollout-engine", "http://host:1")
+    args = flags_of(save_tiny(tmp_path, num_hidden_layers=6), "--rollout-engine", "vllm")
 
     def size(*flags: str, tokens: int = 16384, layers: int = 0) -> int:
-        given = flags_of(args.model.model, "--rollout-engine", "http://host:1", *flags)
+        given = flags_of(args.model.model, "--rollout-engine", "vllm", *flags)
         given.optimizer.auto_tokens, given.model.auto_recomputed = tokens, layers / 6
-        return math.ceil(worst_moment(memory_of(given, 16, GIB))[1] / (1 - HEADROOM))
+        return math.ceil(worst_moment(memory_of(given, 16, 2**20))[1] / (1 - HEADROOM))
 
     sizes = [size(layers=layers) for layers in range(7)]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
