@@ -233,7 +233,7 @@ def test_gradient_checkpointing_of_any_number_of_layers_changes_no_bit(tmp_path)
     for count in range(4):
         model, runs = load_model(path, gradient_checkpointing=count / 3), [0, 0, 0]
         for i, layer in enumerate(model.model.layers):
-            layer.mlp.register_forward_hook(lambda *_, i=i, runs=runs: runs.__setitem__(i, runs[i] + 1))
+            layer.mlp.register_forward_pre_hook(lambda *_, i=i, runs=runs: runs.__setitem__(i, runs[i] + 1))
         response_log_probs(model, rollout_batch(PROMPTS, RESPONSES), 1.0)[0].sum().backward()
         assert runs == [2] * count + [1] * (3 - count)
         gradients.append([p.grad for p in model.parameters()])
