@@ -1,6 +1,7 @@
 """planner/plan.py's simulation against benchmarks/async_rollouts.py's runs: predicted and measured seconds of a step.
 
-    python -m benchmarks.plan        a second
+    python -m benchmarks.plan            seconds
+    python -m benchmarks.plan updates    two minutes: what traces predict of updates on H100s, by default (UPDATES)
 
 Rates come from stages of the way "together" alone, in which two processes each sample and train half of the rows:
 
@@ -14,19 +15,32 @@ The ways "apart" are predicted with them. Record: benchmarks/results/plan.json.
 """
 
 import json
+import multiprocessing
+import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
+import grpo
 from benchmarks.async_rollouts import RECORD, WARM_UP, WORK
 from benchmarks.curves import ROOT, provenance
 from benchmarks.vs_trl import GROUP, Setting
+from lib.cli.flags import parse_flags
+from planner.estimate import Gpu
 from planner.plan import Engine, EngineRates, Row, simulate
+from planner.roofline import HOST_LAYER_S, Peaks
+from planner.splits import MEMORY_TBPS, ROW_S, VLLM_ROW_S, DecoderCosts, engine_rates
+from planner.traced_step import Traced
+from tools.trace import traced
 
 RESULT = ROOT / "benchmarks/results/plan.json"
 SERVERS = ROOT / "benchmarks/results/server_rollout.json"
 REQUESTS = 512  # of benchmarks/server_rollout.py
 SLOTS = 512  # of an engine on a CPU: lib/rollout/vllm_start.py
+UPDATES = [("qwen2.5-0.5b", 1, 16384), ("qwen2.5-1.5b", 1, 8192), ("qwen2.5-1.5b", 1, 16384), ("qwen2.5-7b", 8, 16384)]
+ROWS = "--max-prompt-length 256 --max-response-length 768 --group-size 1 --adv-estimator rloo"
+H200, PROMPT = Gpu("H200", 141 * 10**9, 989.0), 64
 LEVELS = {"apart, level 0": 0, "apart, level 1": 1, "apart, level 2": 2}
 
 
@@ -80,7 +94,55 @@ def predictions(record: dict, requests: dict) -> dict:
     return results
 
 
+def trace(*words: str) -> Traced:
+    with traced("grpo.py", *words) as (_, step):
+        return step
+
+
+def updates() -> dict:
+    """Of full micro-batches of rows of 1024 tokens that share no prompt: launches a layer, milliseconds of kernels and
+    of the host, and MFU, by how the model is split."""
+    context, found = multiprocessing.get_context("spawn"), {}
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
+        for name, gpus, tokens in UPDATES:
+            for fused in ("--no-use-liger-kernel", "--use-liger-kernel"):
+                flags = f"{ROWS} --dry-run {gpus} --micro-batch-tokens {tokens} {fused}".split()
+                flags += ["--prompts-per-step", str(gpus * tokens // 1024)]
+                step = processes.submit(trace, f"benchmarks/shapes/{name}.json", *flags).result()
+                speeds = {sharding: step.speed(gpus, sharding) for sharding in HOST_LAYER_S}
+                [speed, *_] = speeds.values()
+                found[f"{name}, {gpus} x H100, {tokens} tokens, {fused}"] = {
+                    "launches": round(speed.launches),
+                    "kernels_ms": round(1e3 * speed.kernels, 1),
+                    "host_ms": {sharding: round(1e3 * own.host, 1) for sharding, own in speeds.items()},
+                    "mfu": {sharding: round(own.mfu, 3) for sharding, own in speeds.items()},
+                }
+                print(f"{[*found][-1]}: {found[[*found][-1]]}", flush=True)
+                if (name, tokens, fused) == ("qwen2.5-1.5b", 16384, "--use-liger-kernel"):
+                    found["a step of 256 responses of 1024 tokens, 1.5B, one H200, seconds"] = step_of_h200(step)
+    return found
+
+
+def step_of_h200(step: Traced) -> dict:
+    """Seconds of the step that took 19.7 s (docs/gpu.md), and milliseconds of a step of vLLM with 256 rows of 0.5B."""
+    found, rates = {}, {}
+    for shape in (f"benchmarks/shapes/qwen2.5-{size}.json" for size in ("0.5b", "1.5b")):
+        words = f"--dry-run 1 --rollout-engine vllm --model {shape} --train-files {shape}".split()
+        args = parse_flags(grpo.Args, words)
+        rates[shape] = engine_rates(args, DecoderCosts.of(args), H200)
+    for who, row in {"vLLM's scheduler": VLLM_ROW_S, "ours": ROW_S}.items():
+        small, large = (own._replace(row=row) for own in rates.values())
+        found[f"{who}: ms of 256 rows of 0.5B"] = 1e3 * small.decode(256, 256 * 200, 1)
+        found[f"{who}: rollout"] = large.decode(256, 256 * PROMPT, 1024)
+    speed = step.speed(1, "zero1", Peaks(memory=1e12 * MEMORY_TBPS["H200"]))
+    return found | {"update": 256 * (1024 + PROMPT / GROUP) * speed.update + speed.optimizer}
+
+
 def main() -> None:
+    if sys.argv[1:] == ["updates"]:
+        results = json.loads(RESULT.read_text()) | {"updates": updates() | {"provenance": provenance(jobs=1)}}
+        RESULT.write_text(json.dumps(results, indent=1) + "\n")
+        return
     record = json.loads(RECORD.read_text())
     results = predictions(record, json.loads(SERVERS.read_text()))
     for name in WORK:
@@ -89,6 +151,7 @@ def main() -> None:
             errors = [f"{own['predicted'] / own['measured'] - 1:+.0%}" for own in pairs.values()]
             print(f"{name:8} {way:16} {', '.join(f'{key} {s} ({e})' for key, s, e in zip(pairs, shown, errors))}")
     results["provenance"] = provenance(jobs=1) | {"of the runs": {name: record[name]["commit"] for name in WORK}}
+    results |= {"updates": json.loads(RESULT.read_text()).get("updates")}
     RESULT.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -1,17 +1,21 @@
 """What the flags of a run need in memory and FLOPs. Flags that do not fit the GPU are refused."""
 
 import copy
+from bisect import bisect_left
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+import planner
 from lib import InputError
-from lib.args import ScriptArgs, step_sizes, training_ranks
+from lib.args import ScriptArgs, least_micro_batch, step_sizes, training_ranks
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import ESTIMATED, accelerator, device_name, total_memory
 from lib.log.throughput import PEAK_TFLOPS, peak_tflops
+from lib.model.load import config_of
 from lib.setup import get_compute_dtype, read_columns, rollout_correction
-from planner.memory import GIB, Moments, StepSettings, estimate_memory, fits, memory_table
+from planner.fake_gpu import register_fake_gpu
+from planner.memory import GIB, Moments, StepSettings, estimate_memory, fits, memory_table, worst_moment
 from planner.step_flops import flops_of_step, models_of
 
 MFU = 0.3  # of an update, for its time: an assumption
@@ -48,10 +52,11 @@ def gpu_here() -> Gpu:
 
 def memory_of(args: ScriptArgs, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
-    zero1 = args.shard.sharding == "zero1"
-    if args.shard.sharding == "auto" and not args.shard.needs_fsdp2():
-        zero1 = zero1_fits(args, ranks, gpu)
-    return _memory_of(args, ranks, gpu, zero1)
+    shard = args.shard
+    sharding = shard.auto_sharding if shard.sharding == "auto" else shard.sharding
+    if not sharding:
+        sharding = "zero1" if not shard.needs_fsdp2() and zero1_fits(args, ranks, gpu) else "fsdp2"
+    return _memory_of(args, ranks, gpu, sharding == "zero1")
 
 
 def zero1_fits(args: ScriptArgs, ranks: int, gpu: int) -> bool:
@@ -61,24 +66,22 @@ def zero1_fits(args: ScriptArgs, ranks: int, gpu: int) -> bool:
 def _memory_of(args: ScriptArgs, ranks: int, gpu: int, zero1: bool) -> Moments:
     model, shard, rollout, sizes = args.model, args.shard, args.rollout, step_sizes(args, ranks)
     dtype = get_compute_dtype(model.compute_dtype, ESTIMATED)
-    rows_a_prompt = args.group_size if model.shares_prompts else 1
-    row = args.data.max_prompt_length / rows_a_prompt + rollout.max_response_length  # tokens
-    one_micro_batch = sizes.local_mini_batch_rows * row <= args.optimizer.micro_batch_tokens
+    one_micro_batch = sizes.local_mini_batch_rows * row_tokens(args) <= args.optimizer.micro_batch_limit
     several: Literal["whole", "sharded"] = "sharded" if shard.reduce_each_micro_batch else "whole"
     step = StepSettings(
         ranks=ranks // shard.dp_replicate_size,
         zero1=zero1,
         compute_dtype=dtype,
         frozen_dtype=dtype,
-        micro_batch_tokens=args.optimizer.micro_batch_tokens,
+        micro_batch_tokens=args.optimizer.micro_batch_limit,
         rows=sizes.local_rows,
         mini_batch_rows=sizes.local_mini_batch_rows,
-        rows_a_prompt=rows_a_prompt,
+        rows_a_prompt=rows_a_prompt(args),
         max_prompt_length=args.data.max_prompt_length,
         max_response_length=rollout.max_response_length,
         accumulation="none" if one_micro_batch else several,
         entropy_in_loss=bool(args.entropy_coef) or args.entropy_target is not None,
-        gradient_checkpointing=model.gradient_checkpointing,
+        recomputed=model.recomputed,
         reference=args.kl_coef > 0,
         reward_model=args.reward.reward_model,
         cpu_offload="actor" in shard.cpu_offload,
@@ -93,6 +96,15 @@ def _memory_of(args: ScriptArgs, ranks: int, gpu: int, zero1: bool) -> Moments:
         **models_of(args),
     )
     return estimate_memory(step)
+
+
+def rows_a_prompt(args: ScriptArgs) -> int:
+    return args.group_size if args.model.shares_prompts else 1
+
+
+def row_tokens(args: ScriptArgs) -> float:
+    """Of a response, and its share of the prompt."""
+    return args.data.max_prompt_length / rows_a_prompt(args) + args.rollout.max_response_length
 
 
 def gathered_bytes_per_token(args: ScriptArgs) -> int:
@@ -141,6 +153,49 @@ def refuse_what_does_not_fit(args: ScriptArgs, ranks: int, gpu: int) -> None:
     )
 
 
+class Chosen(NamedTuple):
+    """What --micro-batch-tokens auto and --gradient-checkpointing auto are."""
+
+    tokens: int
+    recomputed: float  # share of the layers
+    fits: bool
+    said: str
+
+
+def choose_auto(args: ScriptArgs, ranks: int, gpu: int) -> Chosen:
+    """By the estimate for `ranks` GPUs of `gpu` bytes: as few recomputed layers as let micro-batches of
+    `least_micro_batch` fit. If none has to be, twice as many tokens as long as they fit and an update has more: more
+    tokens hide the host's time. By doubling, so that a small change of the estimate does not change micro-batches."""
+    if planner.traces and accelerator() is None:
+        register_fake_gpu()  # torch counts accelerators at a process's first backward pass, as the estimate has
+    args = copy.deepcopy(args)
+    model, optimizer = args.model, args.optimizer
+    optimizer.auto_tokens = least_micro_batch(args)
+    layers = config_of(model.model, "--model", model.trust_remote_code).get_text_config().num_hidden_layers
+
+    def fit(count: int) -> bool:
+        model.auto_recomputed = count / layers
+        return fits(memory_of(args, ranks, gpu), gpu)
+
+    count, said = 0, []
+    if model.gradient_checkpointing == "auto":
+        count = bisect_left(range(layers), True, key=fit)
+        said += [f"--gradient-checkpointing auto: {count} of {layers} layers"]
+    if optimizer.micro_batch_tokens == "auto":
+        of_update = step_sizes(args, ranks).local_mini_batch_rows * row_tokens(args)
+        while count == 0 and optimizer.auto_tokens < of_update:
+            optimizer.auto_tokens *= 2
+            if not fit(0):
+                optimizer.auto_tokens //= 2
+                break
+        said = [f"--micro-batch-tokens auto: {optimizer.auto_tokens}", *said]
+    model.auto_recomputed = count / layers
+    moments = memory_of(args, ranks, gpu)
+    worst, size = worst_moment(moments)
+    room = f"an estimate of {size / GIB:.1f} GiB ({worst}) on GPUs of {gpu / GIB:.0f}"
+    return Chosen(optimizer.auto_tokens, model.auto_recomputed, fits(moments, gpu), f"{', '.join(said)}, by {room}")
+
+
 class Saver(NamedTuple):
     """A flag that saves memory and changes no result: what it sets in args."""
 
@@ -152,17 +207,19 @@ class Saver(NamedTuple):
 
 def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
     """Those that args do not have yet, the cheapest in time first."""
-    tokens = max(args.data.max_prompt_length + args.rollout.max_response_length, args.optimizer.micro_batch_tokens // 4)
+    tokens = max(args.data.max_prompt_length + args.rollout.max_response_length, args.optimizer.micro_batch_limit // 4)
     having = {"critic": args.critic_model is not None, "ref": args.kl_coef, "reward_model": args.reward.reward_model}
     models = ["actor", *(name for name, there in having.items() if there)]
     savers = [
         *([Saver("--sharding fsdp2", "shard", "sharding", "fsdp2")] if args.shard.sharding == "zero1" else []),
         Saver("--reduce-each-micro-batch", "shard", "reduce_each_micro_batch", True),
         Saver(f"--micro-batch-tokens {tokens}", "optimizer", "micro_batch_tokens", tokens),
-        Saver("--gradient-checkpointing", "model", "gradient_checkpointing", True),
+        Saver("--gradient-checkpointing", "model", "gradient_checkpointing", "on"),
     ]
     for parts in (["optimizer"], ["optimizer", "activations"], ["activations", *models]):
         offloaded = tuple(dict.fromkeys([*args.shard.cpu_offload, *parts]))
         savers.append(Saver(f"--cpu-offload {' '.join(offloaded)}", "shard", "cpu_offload", offloaded))
-    without = "reduce_each_micro_batch" if ranks == 1 else ""
-    return [s for s in savers if getattr(getattr(args, s.group), s.name) != s.value and s.name != without]
+    without = {"reduce_each_micro_batch"} if ranks == 1 else set()
+    if args.model.recomputed == 1:
+        without.add("gradient_checkpointing")
+    return [s for s in savers if getattr(getattr(args, s.group), s.name) != s.value and s.name not in without]

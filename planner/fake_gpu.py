@@ -40,13 +40,14 @@ class _Backend:
     device_count = staticmethod(lambda: DEVICES)
     current_stream = stream = staticmethod(lambda *_: _Nothing())
     set_device = synchronize = manual_seed_all = empty_cache = staticmethod(lambda *_, **__: None)
+    reset_peak_memory_stats = staticmethod(lambda: None)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
     get_device_capability = staticmethod(lambda *_: (9, 0))  # of an H100, as all that follows
-    get_device_name = staticmethod(lambda *_: "H100 (fake)")
+    get_device_name = staticmethod(lambda *_: "H100")
     get_device_properties = staticmethod(lambda *_: SimpleNamespace(total_memory=80 * 2**30))
     get_rng_state = staticmethod(lambda *_: torch.zeros(1, dtype=torch.uint8))
     set_rng_state = staticmethod(lambda *_: None)
-    memory_allocated = memory_reserved = staticmethod(lambda *_: 0)
+    memory_allocated = memory_reserved = max_memory_allocated = staticmethod(lambda *_: 0)
     _is_in_bad_fork = staticmethod(lambda: False)
 
 

@@ -16,7 +16,7 @@ the sum of the worst moment. There are N ranks and P parameters: P_l in the larg
                       fp32 buffer that reduces the gradients of the one before (none where whole ones add up). At the
                       last layer the next one is the embedding, if it is not tied.
                       rollout (hf engine) c P. One rank needs no buffers
-    activations       what autograd keeps of one micro-batch; with gradient checkpointing, the inputs of the layers
+    activations       what autograd keeps of one micro-batch; of layers with gradient checkpointing, their inputs
     images            of a vision model: what autograd keeps of the tower, if it trains, for as many image tokens as
                       prompts have at most: a block of the tower is measured, the projector is a formula
     work              what operators need besides. log-probs: a layer's forward. loss: chunks of logits, and the
@@ -72,7 +72,7 @@ class StepSettings:
     zero1: bool = False  # --sharding
     accumulation: Literal["none", "whole", "sharded"] = "whole"  # one micro-batch, or gradients of several
     entropy_in_loss: bool = True  # the loss has a gradient by the entropies
-    gradient_checkpointing: bool = False
+    recomputed: float = 0  # the share of the layers that the backward pass recomputes, the first ones
     lora_rank: int = 0
     lora_target_modules: str = "all-linear"
     freeze_pattern: str = ""
@@ -245,9 +245,9 @@ def _pass(step: StepSettings, model: PreTrainedModel) -> Parts:
 def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> tuple[Moments, Parts]:
     """(moments of the policy's update, what is in the host's memory)."""
     c, groups, tokens = step.gathered_itemsize, FSDPGroups.of(actor), step.update_tokens
-    costs = update_costs(actor, tokens, step.gradient_checkpointing, step.entropy_in_loss)
-    tower = TowerCosts.of(actor, step.image_tokens, step.gradient_checkpointing)
-    of_a_layer, host = costs.kept // groups.layers, {}
+    costs = update_costs(actor, tokens, step.recomputed, step.entropy_in_loss)
+    tower = TowerCosts.of(actor, step.image_tokens, step.recomputed > 0)
+    of_a_layer, host = costs.of_a_layer, {}
     if step.offload_activations:
         host["activations"] = costs.kept + tower.kept
     elif tower.kept:
@@ -272,13 +272,13 @@ def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> t
 
 def _critic_update(step: StepSettings, critic: PreTrainedModel, accumulated: Parts) -> tuple[Parts, int]:
     """(its moment, its activations)."""
-    groups, costs = FSDPGroups.of(critic), update_costs(critic, step.update_tokens, step.gradient_checkpointing)
-    tower = TowerCosts.of(critic, step.image_tokens, step.gradient_checkpointing)
+    groups, costs = FSDPGroups.of(critic), update_costs(critic, step.update_tokens, step.recomputed)
+    tower = TowerCosts.of(critic, step.image_tokens, step.recomputed > 0)
     kept, reduces = costs.kept + tower.kept, step.accumulation != "whole" and not step.zero1
     parts = {
         "gathered weights": groups.whole_in_backward(step.gathered_itemsize, step.ranks, reduces),
         "work": max(costs.loss, costs.backward, costs.last_layer - costs.kept, tower.work),
-        "activations": costs.kept // groups.layers if step.offload_activations else kept,
+        "activations": costs.of_a_layer if step.offload_activations else kept,
         "critic gradients": 4 * shard_numel(trainable_parameters(critic), step.gradient_ranks),
     }
     return parts | accumulated, kept
@@ -297,7 +297,6 @@ class FSDPGroups(NamedTuple):
     trained_layer: int
     root: int
     embedding: int  # 0 if tied: then it is in the root
-    layers: int
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "FSDPGroups":
@@ -308,7 +307,7 @@ class FSDPGroups(NamedTuple):
         sizes = [sum(p.numel() for p in layer) for layer in layers]
         trained = [sum(p.numel() for p in layer if p.requires_grad) for layer in layers]
         root = sum(p.numel() for p in model.parameters()) - sum(sizes) - own_embedding
-        return cls(max(sizes), max(trained), root, own_embedding, len(decoder_layers(model)))
+        return cls(max(sizes), max(trained), root, own_embedding)
 
     def whole_in_forward(self, c: int, ranks: int) -> int:
         return c * (self.root + (1 if ranks == 1 else 2) * self.layer)

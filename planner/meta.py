@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lib import InputError
 from lib.data import local_copy
 from lib.model import load, log_probs
+from lib.model.activations import recompute_layers
 from lib.model.load import add_lora, class_of, decoder_layers, freeze
 from lib.model.values import token_values
 from lib.model.vision import cache_keyword, family_of, patches_per_feature, tower_layers, vision_names
@@ -186,23 +187,28 @@ class UpdateCosts(NamedTuple):
     """Bytes of a forward and backward pass, without weights and without FSDP's buffers."""
 
     kept: int  # activations, at the end of the forward pass
+    of_a_layer: int  # those of one layer that is not recomputed, if there is one
     loss: int  # besides them, until the gradient has come through the head
     backward: int  # besides them, from then on
     last_layer: int  # when the gradient comes to the first layer and to what is before it, with what is left of them
 
 
-@lru_cache(16)
-def update_costs(
-    model: PreTrainedModel, tokens: int, gradient_checkpointing: bool, entropy_in_loss: bool = True
-) -> UpdateCosts:
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+@lru_cache(32)
+def update_costs(model: PreTrainedModel, tokens: int, recomputed: float, entropy_in_loss: bool = True) -> UpdateCosts:
+    """recomputed: the share of the layers, the first ones. The costs of none and of all are measured."""
+    if 0 < recomputed < 1:
+        none, every = (update_costs(model, tokens, share, entropy_in_loss) for share in (0, 1))
+        kept = round(none.kept + recomputed * (every.kept - none.kept))
+        later = every.backward - (kept - every.kept)  # when what the layers behind them kept is gone
+        return UpdateCosts(kept, none.of_a_layer, none.loss, max(none.backward, later), every.last_layer)
+    recompute_layers(model, decoder_layers(model), recomputed)
     model.train()
     measure = partial(_update_peaks, model, tokens, entropy_in_loss)
     kept, loss, in_layers, in_last = _of_all_layers(model, measure)
     model.zero_grad()
     model.gradient_checkpointing_disable()
-    return UpdateCosts(kept, loss - kept, max(in_layers - kept, 0), in_last)
+    of_a_layer = kept // len(decoder_layers(model))
+    return UpdateCosts(kept, of_a_layer, loss - kept, max(in_layers - kept, 0), in_last)
 
 
 def _update_peaks(model: PreTrainedModel, tokens: int, entropy_in_loss: bool) -> tuple[int, int, int, int]:

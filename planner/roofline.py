@@ -1,8 +1,8 @@
 """Predicts seconds from a trace: each kernel takes the longest of its launch, its memory traffic and its FLOPs.
 
 The shares of an accelerator's peaks that kernels reach are assumptions (EFFICIENCY), and so is the time of a launch.
-Collectives run beside the kernels and count where they take longer than all of these. A prediction leaves out the
-host's own work, as it would be hidden behind kernels that take longer than their launch."""
+Collectives run beside the kernels and count where they take longer than all of these. So does the host: a micro-batch
+takes its kernels' time, or the time in which Python launches them, if that is longer (HOST_LAYER_S)."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -14,6 +14,11 @@ from torch.utils.flop_counter import flop_registry
 LAUNCH_S = 4e-6
 EFFICIENCY = {"products": 0.7, "attention": 0.35, "attention backward": 0.28, "memory": 0.85, "link": 0.75}
 """Assumed shares of the peaks: matrix products in bfloat16, attention by FlashAttention 2 on Hopper"""
+HOST_LAYER_S = {"fsdp2": 8.6e-3, "zero1": 4.3e-3}
+"""Seconds of the host for a layer, forward and backward, for any number of tokens and of launches. fsdp2: measured on
+an H200's host (docs/gpu.md: 28 layers of 1.5B take 240 ms, 275 with --compile, 256 with --use-liger-kernel). zero1:
+predicted from 201 Python calls a layer instead of 1,594, with which 28 tiny layers take 36.5 ms on a CPU, not 73.1"""
+PASS_SHARE = 1 / 3  # of the host's time that a pass without gradients takes: an assumption
 UPDATE = ("forward", "loss", "backward", "last layer", "critic")  # moments of a micro-batch
 
 
@@ -152,6 +157,8 @@ def fuse(kernels: list[Kernel], layers: bool) -> list[Kernel]:
 class Speed(NamedTuple):
     """What a trace predicts of one rank."""
 
+    kernels: float  # seconds of a micro-batch on the GPU, forward and backward
+    host: float  # seconds of a micro-batch on the host
     update: float  # seconds a token of forward and backward, in full micro-batches; PPO's critic with it
     log_probs: float  # seconds a token of a pass without gradients
     optimizer: float  # seconds an update
@@ -161,13 +168,21 @@ class Speed(NamedTuple):
 
 
 def predict(
-    kernels: list[Kernel], tokens: list[int], layers: int, flops: float, ranks: int, peaks: Peaks = H100
+    kernels: list[Kernel],
+    tokens: list[int],
+    layers: int,
+    flops: float,
+    ranks: int,
+    host_layer: float,
+    peaks: Peaks = H100,
 ) -> Speed:
     """The speed of a rank on so many ranks. tokens: of the traced micro-batches; layers, flops: of the models."""
     of_update = [k for k in kernels if k.moment in UPDATE]
     of_pass = [k for k in of_update if k.forward and k.moment != "critic"]
     launches = sum(k.in_layer and k.moment != "critic" for k in of_update) / len(tokens) / layers
-    update, log_probs = (seconds(part, ranks, peaks) for part in (of_update, of_pass))
+    on_gpu, of_forward = (seconds(part, ranks, peaks) for part in (of_update, of_pass))
+    host = host_layer * layers * len(tokens) * (1 + any(k.moment == "critic" for k in kernels))
+    update, log_probs = max(on_gpu, host), max(of_forward, PASS_SHARE * host)
     optimizer = seconds([k for k in kernels if k.moment == "optimizer"], ranks, peaks)
-    per_token = update / sum(tokens), log_probs / sum(tokens)
-    return Speed(*per_token, optimizer, flops / update / peaks.flops, launches, max(tokens))
+    each, per_token = (on_gpu / len(tokens), host / len(tokens)), (update / sum(tokens), log_probs / sum(tokens))
+    return Speed(*each, *per_token, optimizer, flops / update / peaks.flops, launches, max(tokens))

@@ -12,8 +12,7 @@ from lib import InputError
 from lib.args import ScriptArgs, engine_rows, step_sizes, training_ranks
 from lib.cli.flags import as_flag, check_flags
 from lib.model.flops import flops_of
-from planner.estimate import MFU, Gpu, memory_of
-from planner.memory import fits
+from planner.estimate import MFU, Gpu, choose_auto
 from planner.meta import kv_bytes_per_token, meta_model
 from planner.plan import EngineRates, Split, plan_table, predict, read_lengths
 from planner.step_flops import StepFlops, flops_of_step, log_prob_passes
@@ -26,7 +25,11 @@ NODE = 8  # GPUs that NVLink joins
 NVLINK, NETWORK = 300e9, 40e9  # bytes/s of a GPU to the others of its node, and to other nodes: assumptions
 READS = 0.8  # share of MEMORY_TBPS that decoding reaches: an assumption
 PREFILL_MFU = 0.5  # of decoding many rows, too: an assumption
-STEP_S, ROW_S = 2e-3, 24e-6  # of vLLM's scheduler and launches: each step, and each of its rows (docs/gpu.md, H200)
+STEP_S = 2e-3  # of the host for each step of vLLM (docs/gpu.md, H200)
+ROW_S = (
+    10.9e-6  # and for each of its rows: on a CPU 1.1 schedule, 2.2 and 2.0 take its token, 5.6 prepare the next step
+)
+VLLM_ROW_S = 24e-6  # with vLLM's own scheduler (docs/gpu.md, H200)
 ALL_REDUCE_S = 1e-5  # twice a layer, in an engine on several GPUs: an assumption
 REQUEST_S = 5e-4  # of an HTTP request to a server, on a CPU: benchmarks/results/server_rollout.json
 SYNC_S = 1.0  # of a sync, besides the weights: pause or wake-up, checksum, probe: an assumption
@@ -102,7 +105,7 @@ class _Planner:
         fastest = min(own.step.seconds for own in found.values())
         size = next(size for size, own in found.items() if own.step.seconds <= 1.02 * fastest)
         changed = with_split(self.args, rollout_gpus, size, first)
-        fit = fits(memory_of(changed, training_ranks(changed), self.gpu.memory), self.gpu.memory)
+        fit = choose_auto(changed, training_ranks(changed), self.gpu.memory).fits
         levels = [level for level in range(LEVELS) if rollout_gpus and level != first]
         others = [self.split(rollout_gpus, size, level) for level in levels]
         return [own._replace(fits=fit) for own in (found[size], *others) if own]
@@ -152,7 +155,7 @@ class _Planner:
             log_probs = update / args.update_epochs * policies * speed.log_probs / speed.update
             update += sizes.updates_per_step * speed.optimizer
         tokens = sizes.local_prompts * (args.data.max_prompt_length + args.group_size * self.lengths.mean())
-        micro_batches = max(math.ceil(tokens / args.optimizer.micro_batch_tokens), args.num_mini_batches)
+        micro_batches = max(math.ceil(tokens / args.optimizer.micro_batch_limit), args.num_mini_batches)
         in_updates = micro_batches * args.update_epochs
         reduced = in_updates if args.shard.reduce_each_micro_batch else sizes.updates_per_step
         seconds_a_byte = 0.0 if ranks == 1 else 1 / link(ranks // args.shard.dp_replicate_size)

@@ -45,8 +45,7 @@ def flops_of_step(args: ScriptArgs, response_length: int | None = None) -> StepF
             forward = Flops(frozen.token / 2, frozen.prediction / 2, frozen.pair / 3)
             update += of_step(trained) * args.update_epochs
             log_probs += of_step(forward) * passes
-            if model.gradient_checkpointing:
-                recomputed += of_step(forward._replace(prediction=0.0)) * args.update_epochs
+            recomputed += model.recomputed * of_step(forward._replace(prediction=0.0)) * args.update_epochs
     return StepFlops(update, log_probs, recomputed)
 
 

@@ -37,7 +37,7 @@ from planner.fake_gpu import register_fake_gpu
 from planner.images import images_that_fill
 from planner.memory import GIB, Moments
 from planner.meta import replaced
-from planner.roofline import H100, Kernel, Peaks, Speed, fuse, predict, seconds_by_kind
+from planner.roofline import H100, HOST_LAYER_S, Kernel, Peaks, Speed, fuse, predict, seconds_by_kind
 from planner.trace import Trace
 
 MOMENTS = ("log-probs", "advantages", "forward", "loss", "backward", "last layer", "vision", "critic", "optimizer")
@@ -56,9 +56,10 @@ class Traced(NamedTuple):
     layers: int
     flops: float  # of the models, in these micro-batches (lib/model/flops.py)
 
-    def speed(self, ranks: int, peaks: Peaks = H100) -> Speed:
-        """On so many ranks: the layers' weights are gathered from more of them."""
-        return predict(self.kernels, self.tokens, self.layers, self.flops, ranks, peaks)
+    def speed(self, ranks: int, sharding: str = "fsdp2", peaks: Peaks = H100) -> Speed:
+        """On so many ranks: the layers' weights are gathered from more of them. sharding: one of HOST_LAYER_S."""
+        host = HOST_LAYER_S[sharding]
+        return predict(self.kernels, self.tokens, self.layers, self.flops, ranks, host, peaks)
 
 
 def trace_step(args: ScriptArgs, inputs: Inputs | None = None) -> Traced:
@@ -99,7 +100,7 @@ def rows_of_trace(args: ScriptArgs, ranks: int) -> tuple[ScriptArgs, int]:
     tokens of a response). A full one has --micro-batch-tokens, prompts counted once where rows share them."""
     args, sizes = copy.deepcopy(args), step_sizes(args, ranks)
     P, T = args.data.max_prompt_length, args.rollout.max_response_length
-    M, G, prompts = args.optimizer.micro_batch_tokens, args.group_size, sizes.local_prompts // args.num_mini_batches
+    M, G, prompts = args.optimizer.micro_batch_limit, args.group_size, sizes.local_prompts // args.num_mini_batches
     shared = args.model.shares_prompts
     per_row, per_group = (0, P) if shared else (P, 0)
     full = 2 if args.shard.reduce_each_micro_batch else 3  # micro-batches: one before, and one after, the worst
@@ -423,10 +424,12 @@ def predict_update(args: ScriptArgs, sizes: Sizes, traced: Traced, ranks: int) -
 
 def speed_table(args: ScriptArgs, sizes: Sizes, traced: Traced, ranks: int) -> str:
     """Predicted seconds and MFU, and where the time of an update goes."""
+    speeds = {sharding: traced.speed(ranks, sharding) for sharding in HOST_LAYER_S}
     speed, (update, log_probs) = traced.speed(ranks), predict_update(args, sizes, traced, ranks)
     lines = [
         f"predicted by the roofline of {ranks} x H100: {update:.1f} s for the updates of a step, {log_probs:.1f} s for "
-        f"a pass without gradients; MFU {speed.mfu:.2f} in full micro-batches of {speed.tokens} tokens",
+        f"a pass without gradients; a full micro-batch has {speed.tokens} tokens and {speed.kernels:.3f} s of kernels",
+        *(f"with {name}: {own.host:.3f} s of the host, MFU {own.mfu:.2f}" for name, own in speeds.items()),
         f"{speed.launches:.0f} launches a layer, forward and backward, besides FSDP's; seconds a micro-batch by kind:",
     ]
     by_kind = seconds_by_kind(traced.kernels, ranks)

@@ -48,7 +48,7 @@ def main(
         max_prompt_length=max_prompt_length,
         max_response_length=max_response_length,
         accumulation=accumulation,
-        gradient_checkpointing=gradient_checkpointing,
+        recomputed=gradient_checkpointing,
         lora_rank=lora_rank,
         reference=reference,
         critic_model=critic_model,

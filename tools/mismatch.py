@@ -279,7 +279,7 @@ class Batch:
         if setting.routing == "own":
             kept = [name for name in batch.non_tensor_batch if name != "routed_experts"]
             batch = batch.select(None, kept)
-        s, limit = setting.sampling, self.args.optimizer.micro_batch_tokens
+        s, limit = setting.sampling, self.args.optimizer.micro_batch_limit
         found = batched_log_probs(self.model, batch.to(self.device), s.temperature, limit, truncation=s.truncation)
         return list(found[0].cpu())
 

@@ -9,32 +9,39 @@ estimate (planner/traced_step.py), and the speed that the roofline of an H100 pr
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
+import planner
 from lib import InputError, report_mistake, setup
+from lib.args import ScriptArgs
 from lib.cli.flags import parse_flags
 from planner.dry_run import describe_trace
 from planner.estimate import H100
-from planner.traced_step import trace_step
+from planner.traced_step import Traced, trace_step
 
 
-def main(script: str, config: str, *flags: str) -> None:
-    """Prints the tables. flags: the script's, --dry-run N among them."""
+@contextmanager
+def traced(script: str, config: str, *flags: str) -> Iterator[tuple[ScriptArgs, Traced]]:
+    """(the script's args, its traced step). flags: --dry-run N among them. Once in a process."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(config, Path(folder, "config.json"))
         Path(folder, "model.safetensors").touch()  # the check of the flags wants weights
         args_class = import_module(script.removesuffix(".py")).Args
         args = parse_flags(args_class, ["--model", folder, "--train-files", config, *flags])  # no row is read
-        setup.join(args)
-        print(describe_trace(args, trace_step(args), H100))
+        planner.traces = True
+        setup.choose_by_memory(args, setup.join(args))
+        yield args, trace_step(args)
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
     try:
-        main(*sys.argv[1:])
+        with traced(*sys.argv[1:]) as (args, step):
+            print(describe_trace(args, step, H100))
     except (InputError, OSError) as error:
         report_mistake(f"error: {error}")
         sys.exit(2)

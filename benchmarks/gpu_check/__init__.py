@@ -17,6 +17,6 @@
 
 Each part is a process of its own and gives its rows one by one: what fails or hangs is reported, and the others go on.
 What it prints goes to a log. At the end, or when it is interrupted, the check prints a summary of ten lines, a table,
-and what the rows say of G1 to G17 (claims.py), and it writes them as JSON. Exit code 1 if a check fails, 130 if it is
-interrupted. --device cpu --tiny runs all of it small, which proves that the parts run.
+and what the rows say of G1 to G17 and P1 to P10 (claims.py), and it writes them as JSON. Exit code 1 if a check fails,
+130 if it is interrupted. --device cpu --tiny runs all of it small, which proves that the parts run.
 """

@@ -1,7 +1,8 @@
-"""What was expected of GPUs before one was at hand, by reading: G1 to G17. Rows of the check confirm or refute it.
+"""What is expected of GPUs: G1 to G17 by reading, before one was at hand, P1 to P10 of runs by default. Rows of the
+check confirm or refute it.
 
-A claim is about what the software does or would have done; most have been mended since. `elsewhere`: why the check does
-not see it, and what does.
+G1 to G17 are about what the software does or would have done; most have been fixed since. `elsewhere`: why the check
+does not see it, and what does.
 """
 
 from typing import NamedTuple
@@ -36,6 +37,16 @@ CLAIMS = {
     "G15": Claim("a save waits for copies into pageable memory"),
     "G16": Claim("vLLM makes an object of each log-prob"),
     "G17": Claim("the hf engine takes 25 to 35 ms a token at 1.5B"),
+    "P1": Claim("a layer launches at most 40 kernels, forward and backward"),
+    "P2": Claim("the MFU of forward and backward at 1.5B and 8,192 tokens is at least 0.45"),
+    "P3": Claim("the host takes at most 130 ms for the launches of 1.5B, less than the kernels of 8,192 tokens"),
+    "P4": Claim("a step of vLLM with 256 rows of 0.5B takes at most 5 ms"),
+    "P5": Claim("--gradient-checkpointing auto and --micro-batch-tokens auto choose what fits"),
+    "P6": Claim("a weight sync takes at most 0.2 s a GB, with its check"),
+    "P7": Claim("--routing-replay R3 passes the second sync of vLLM's weights"),
+    "P8": Claim("gpt-oss has the log-probs of vLLM before and after a sync"),
+    "P9": Claim("a resume is equal bit for bit"),
+    "P10": Claim("masters, gradients and Adam's moments leave the GPU while the engine samples"),
 }
 
 

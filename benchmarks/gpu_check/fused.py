@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.gpu_check.common import backward, equal_rows, random_model, shape, sharded
 from benchmarks.gpu_check.measure import kernels_of, peak_bytes, peak_flops, seconds_of
-from benchmarks.gpu_check.rows import Options, attempt, row, skipped
+from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from benchmarks.gpu_check.update import update_flops
 from lib.data_proto import DataProto
 from lib.model import compile_layers, fuse_layers
@@ -17,10 +17,11 @@ from planner.memory import GIB, shard_numel
 
 MOST = 30  # kernels that are listed
 
+DEFAULT = "varlen, --use-liger-kernel"  # of FLAGS, what a run on a GPU has without a flag
 FLAGS: dict[str, Callable[[PreTrainedModel], None] | None] = {
     "varlen, --no-use-liger-kernel": None,
     "varlen, --compile": compile_layers,
-    "varlen, --use-liger-kernel": fuse_layers,
+    DEFAULT: fuse_layers,
 }
 
 
@@ -68,13 +69,18 @@ def speed(path: str, device: torch.device, label: str, change: Callable | None) 
     said = f"{label}: {8192 / seconds:,.0f} tokens/s forward and backward"
     if peak := peak_flops(device):
         mfu = update_flops(model, numel, [1024] * 8) / seconds / peak
-        yield row(f"{label}: MFU of forward and backward", mfu, "")
+        claims = claim(device, "P2", mfu >= 0.45, f"{label}: MFU {mfu:.2f}")
+        yield row(f"{label}: MFU of forward and backward", mfu, "", claims=claims if label.endswith(DEFAULT) else ())
         said += f", MFU {mfu:.2f}"
     yield row(f"{label}: forward and backward", 1e3 * seconds, "ms", summary={"update": said})
     kernels = kernels_of(run)
-    yield row(f"{label}: its kernels", sum(ms for _, ms in kernels.values()), "ms", longest=longest(kernels))
+    on_gpu = sum(ms for _, ms in kernels.values())
+    yield row(f"{label}: its kernels", on_gpu, "ms", longest=longest(kernels))
     few = seconds_of(partial(step, model, equal_rows(128, 8, model, device)), 5)
-    yield row(f"{label}: the same launches for 128 tokens, which the host's time bounds", 1e3 * few, "ms")
+    said = f"{label}: {1e3 * few:.0f} ms of host, {on_gpu:.0f} ms of kernels"
+    claims = claim(device, "P3", 1e3 * few <= min(130, on_gpu), said) if label.endswith(DEFAULT) else ()
+    label_few = f"{label}: the same launches for 128 tokens, which the host's time bounds"
+    yield row(label_few, 1e3 * few, "ms", claims=claims)
     yield row(f"{label}: peak of forward and backward", peak_bytes(run, device) / GIB, "GiB")
 
 
@@ -87,7 +93,9 @@ def launches(path: str, device: torch.device, label: str, change: Callable | Non
         step(model, batch)
         kernels[layers] = kernels_of(partial(step, model, batch))
     counts = {layers: sum(count for count, _ in of.values()) for layers, of in kernels.items()}
-    yield row(f"{label}: launches of a layer", (counts[4] - counts[2]) / 2, "", of_all=counts)
+    each = (counts[4] - counts[2]) / 2
+    claims = claim(device, "P1", each <= 40, f"{label}: {each:.0f} launches") if label.endswith(DEFAULT) else ()
+    yield row(f"{label}: launches of a layer", each, "", None, claims, of_all=counts)
     total = sum(ms for _, ms in kernels[4].values())
     label = f"{label}: kernels of four layers, the head and the log-probs"
     yield row(label, total, "ms", longest=longest(kernels[4]))

@@ -57,7 +57,7 @@ def one_model(
             max_prompt_length=length // 4,
             max_response_length=length - length // 4,
             accumulation="none",
-            gradient_checkpointing=checkpointing,
+            recomputed=checkpointing,
             lora_rank=lora_rank,
         )
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.gpu_check.rows import ROOT, Options, attempt, row
+from benchmarks.gpu_check.rows import ROOT, Options, attempt, claim, row
 
 TINY = (
     *("--config", str(ROOT / "data/toy/preset.yaml")),
@@ -37,14 +37,14 @@ def run_script(
 
 def check(options: Options, device: torch.device) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as folder:
-        yield from attempt("grpo.py", lambda: grpo(options, folder))
+        yield from attempt("grpo.py", lambda: grpo(options, device, folder))
         others = () if options.tiny else ("ppo", "dapo", "remax")
         with ThreadPoolExecutor() as threads:  # they only have to run: together they take the time of one
             for rows in threads.map(lambda script: list(two_steps(options, folder, script)), others):
                 yield from rows
 
 
-def grpo(options: Options, folder: str) -> Iterator[dict]:
+def grpo(options: Options, device: torch.device, folder: str) -> Iterator[dict]:
     start = time.perf_counter()
     steps, small = ("2", TINY) if options.tiny else ("16", ())
     save = ("--save-every", "1" if options.tiny else "8", "--keep-checkpoints", "0")
@@ -63,7 +63,9 @@ def grpo(options: Options, folder: str) -> Iterator[dict]:
     different = [key for key in same if last[key] != whole[-1][key]]
     weights = [Path(folder, run, "model/model.safetensors").read_bytes() for run in ("whole", "resumed")]
     yield row("resumed run, metrics that differ", len(different), "", not different, names=different)
-    yield row("resumed run, weights equal", weights[0] == weights[1], "", weights[0] == weights[1])
+    equal = weights[0] == weights[1]
+    claims = claim(device, "P9", equal and not different, f"weights {equal}, metrics that differ {different}")
+    yield row("resumed run, weights equal", equal, "", equal, claims)
 
 
 def two_steps(options: Options, folder: str, script: str) -> Iterator[dict]:

@@ -48,7 +48,9 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
         for version in range(2):
             seconds = timed(lambda version=version: sync_weights(made, model, version, tolerance=TOLERANCE))
             rate = numel * dtype.itemsize / seconds / 1e9
-            yield row(f"vLLM: sync {version}, checked", seconds, "s", gb_per_s=rate, bytes=numel * dtype.itemsize)
+            claims = claim(device, "P6", 1 / rate <= 0.2, f"{1 / rate:.2f} s a GB") if version else ()
+            size = numel * dtype.itemsize
+            yield row(f"vLLM: sync {version}, checked", seconds, "s", None, claims, gb_per_s=rate, bytes=size)
             difference = made.verified["rollout/canary_logp_diff"]
             yield row(f"vLLM: sync {version}, difference on the probe", difference, "nats")
             made.generate(prompts, Sampling(2), list(range(count)))
@@ -140,9 +142,9 @@ def schedulers(made: VLLMEngine, run: Callable[[], list], rows: int, T: int, dev
         seconds[ours] = min(seconds[ours], time.perf_counter() - start)
         found[ours] = [generated(output) for output in outputs]
     vllms, own = 1e3 * seconds[False] / T, 1e3 * seconds[True] / T
-    ok = own <= 5 if device.type == "cuda" and rows == 256 else None
+    claims = claim(device, "P4", own <= 5, f"{own:.1f} ms") if rows == 256 else ()
     yield row(f"vLLM: a step of {rows} rows, by its own scheduler", vllms, "ms")
-    yield row(f"vLLM: a step of {rows} rows", own, "ms", ok, tokens_per_s=rows * T / seconds[True])
+    yield row(f"vLLM: a step of {rows} rows", own, "ms", None, claims, tokens_per_s=rows * T / seconds[True])
     equal = sum(a == b for a, b in zip(found[True], found[False])) / rows
     yield row(f"vLLM: {rows} rows, equal by both schedulers", equal, "", equal == 1)
 

@@ -17,4 +17,4 @@ from lib.args.settings import (
     PolicyLoss,
     RolloutCorrectionArgs,
 )
-from lib.args.sizes import Sizes, engine_rows, step_sizes, training_ranks
+from lib.args.sizes import Sizes, engine_rows, least_micro_batch, step_sizes, training_ranks

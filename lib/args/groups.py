@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
 from lib.args.settings import SECONDS
-from lib.cli.flags import Group, Names, OnReplay, OnResume, parse_json, with_line_breaks
+from lib.cli.flags import SWITCH, Group, Names, OnReplay, OnResume, parse_json, with_line_breaks
 from lib.cli.user_code import load_object
 from lib.sampling import Sampling, Truncation
 from lib.words import from_words
@@ -38,8 +38,8 @@ class ModelArgs(Group):
     """compute a prompt once for its group; needs packed_sdpa or varlen (docs/performance.md)"""
     routing_replay: Literal["none", "R2", "R3"] = "none"
     """a mixture's experts in the update: the router's, old_log_probs' (R2), the engine's (R3)"""
-    gradient_checkpointing: Annotated[bool, MAY_CHANGE] = False
-    """recompute activations in the backward pass: less memory, a third more time in the update"""
+    gradient_checkpointing: Annotated[Literal["auto", "on", "off"], SWITCH, MAY_CHANGE] = "auto"
+    """recompute layers in the backward pass to save memory; auto: on a GPU as few as must be"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     lora_rank: Annotated[int, Ge(0)] = 0
@@ -50,6 +50,13 @@ class ModelArgs(Group):
     """layers that get adapters: all-linear, or a regular expression such as .*[qkvo]_proj"""
     freeze: str = ""
     """vision, tower, projector or a regular expression: parameters that are not trained"""
+
+    auto_recomputed = 0.0  # no flag: what auto is here; lib.setup.choose_by_memory sets it
+
+    @property
+    def recomputed(self) -> float:
+        """The share of the layers that the backward pass recomputes."""
+        return {"on": 1.0, "off": 0.0}.get(self.gradient_checkpointing, self.auto_recomputed)
 
     @property
     def shares_prompts(self) -> bool:
@@ -86,13 +93,15 @@ class ShardArgs(Group):
     cpu_offload: Annotated[tuple[Offloaded, ...], MAY_CHANGE] = ()
     """models kept in CPU memory, with AdamW; optimizer: Adam's moments; activations: the update's"""
 
+    auto_sharding = ""  # no flag: what auto is here; lib.setup.start sets it
+
     def needs_fsdp2(self) -> list[str]:
         """The flags given that only FSDP2 knows."""
         given = {
             "--dp-replicate-size": self.dp_replicate_size > 1,
             "--tensor-parallel-size": self.tensor_parallel_size > 1,
             "--reduce-each-micro-batch": self.reduce_each_micro_batch,
-            "--cpu-offload of a model": bool({*self.cpu_offload} - {"activations"}),
+            "--cpu-offload of a model": bool({*self.cpu_offload} - {"activations", "optimizer"}),
         }
         return [flag for flag, is_given in given.items() if is_given]
 
@@ -266,8 +275,8 @@ class RewardArgs(Group):
 class OptimizerArgs(Group):
     """Micro-batches and AdamW."""
 
-    micro_batch_tokens: Annotated[int, Ge(1), MAY_CHANGE] = 16384
-    """maximum number of tokens of one forward and backward pass on one rank"""
+    micro_batch_tokens: Annotated[int | Literal["auto"], Ge(1), MAY_CHANGE] = "auto"
+    """most tokens of a forward and backward pass on a rank; auto: 16384, more if a GPU has room"""
     lr: Annotated[float | None, Ge(0)] = None
     """learning rate; empty: 1e-6, with --lora-rank 1e-5"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -280,6 +289,13 @@ class OptimizerArgs(Group):
     """AdamW's betas"""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """maximum gradient norm (clipping)"""
+
+    auto_tokens = 16384  # no flag: what --micro-batch-tokens auto is here; lib.setup.choose_by_memory sets it
+
+    @property
+    def micro_batch_limit(self) -> int:
+        """micro_batch_tokens, or what auto stands for."""
+        return self.auto_tokens if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
 
 
 def check_engine(name: str, ranks: int) -> None:

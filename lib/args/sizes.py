@@ -53,7 +53,7 @@ def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
             raise InputError(f"{as_flag(name)} {size}: must divide the number of ranks, {world_size}")
     P, T = args.data.max_prompt_length, args.rollout.max_response_length
     ranks, tokens = args.shard.sequence_parallel_size, args.optimizer.micro_batch_tokens
-    if ranks * tokens < P + T:
+    if tokens != "auto" and ranks * tokens < P + T:
         raise InputError(
             "sequence_parallel_size x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
             f"{ranks} x {tokens} < {P} + {T}"
@@ -62,6 +62,12 @@ def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
     local_rows = local_prompts * args.group_size
     mini_batch_rows = local_rows // args.num_mini_batches
     return Sizes(args.group_size, args.num_mini_batches, args.update_epochs, local_prompts, local_rows, mini_batch_rows)
+
+
+def least_micro_batch(args: ScriptArgs) -> int:
+    """The tokens that --micro-batch-tokens auto is at least: it holds one row."""
+    row = args.data.max_prompt_length + args.rollout.max_response_length
+    return max(16384, -(-row // args.shard.sequence_parallel_size))
 
 
 def engine_rows(args: ScriptArgs, ranks: int) -> int:

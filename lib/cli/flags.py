@@ -75,6 +75,9 @@ class OnResume(Enum):
     NOT_COMPARED = "it is about this start"
 
 
+SWITCH = "auto, on or off; the flag alone is on, with no- it is off"  # a field's mark
+
+
 class OnReplay(Enum):
     """What a replay does with a new value. Without a mark it takes it."""
 
@@ -125,7 +128,8 @@ def parse_flags(args_class: type[T], words: list[str]) -> T:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            args = tyro.cli(args_class, args=preset + own)  # of a flag that is there twice, the last one counts
+            # of a flag that is there twice, the last one counts
+            args = tyro.cli(args_class, args=_switched(args_class, preset + own))
     except SystemExit as stop:
         if stop.code:
             raise InputError(_mistake(said.getvalue(), _defaults(args_class))) from None
@@ -136,6 +140,23 @@ def parse_flags(args_class: type[T], words: list[str]) -> T:
     vars(args).update(given=changed | named, preset_note=note)
     check_flags(args)
     return args
+
+
+def _switched(args_class: type[DataclassInstance], words: list[str]) -> list[str]:
+    """The words, with on or off where a switch that may also be auto has no value, or a config's bool."""
+    switches = {as_flag(name) for name, _, marks in walk(_default(args_class)) if SWITCH in marks}
+    done: list[str] = []
+    for word, following in pairwise([*words, "--"]):
+        name = word.replace("_", "-")
+        if name in switches and following.startswith("-"):
+            done += [name, "on"]
+        elif name.startswith("--no-") and (flag := f"--{name[5:]}") in switches:
+            done += [flag, "off"]
+        elif done and done[-1] in switches:
+            done.append({"True": "on", "False": "off"}.get(word, word))
+        else:
+            done.append(word)
+    return done
 
 
 def _names(words: list[str]) -> set[str]:
@@ -222,8 +243,12 @@ def _words(values: dict[Any, Any], flags: dict[str, Any], where: str, prefix: st
 
 def _defaults(args_class: type[DataclassInstance]) -> dict[str, Any]:
     """{flag: default}; "" for a flag of a script of one's own that has none."""
+    return {as_flag(name): value for name, value, _ in walk(_default(args_class))}
+
+
+def _default(args_class: type[T]) -> T:
     required = {f.name: "" for f in fields(args_class) if f.default is MISSING and f.default_factory is MISSING}
-    return {as_flag(name): value for name, value, _ in walk(args_class(**required))}
+    return args_class(**required)
 
 
 def as_flag(name: str) -> str:

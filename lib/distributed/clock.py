@@ -1,4 +1,4 @@
-"""Times the stages of a step, notes the memory after them, and names them for the watchdog."""
+"""Times the stages of a step, notes their memory, and names them for the watchdog."""
 
 import time
 from collections import defaultdict
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.profiler import record_function
 
-from lib.distributed.device import memory_in_use, synchronize
+from lib.distributed.device import memory_in_use, reset_peak_memory, synchronize
 from lib.distributed.reduced import Max, Metric
 from lib.distributed.watchdog import enter_stage
 
@@ -35,6 +35,7 @@ def timed(stage: str) -> Iterator[None]:
         yield
         return
     enter_stage(f"step {_step} {stage}")
+    reset_peak_memory()
     _open, start = True, time.perf_counter()
     try:
         with record_function(stage):
@@ -42,13 +43,16 @@ def timed(stage: str) -> Iterator[None]:
     finally:
         synchronize()  # kernels that are still queued belong to this stage
         _seconds[stage] += time.perf_counter() - start
-        _memory.update({f"perf/memory_{kind}_gib/{stage}": n / 2**30 for kind, n in memory_in_use().items()})
+        for kind, n in memory_in_use().items():
+            name = f"perf/memory_{kind}_gib/{stage}"
+            before = _memory.get(name, 0.0) if kind == "peak" else 0.0  # the stage has run before in this step
+            _memory[name] = max(n / 2**30, before)
         _open = False
     enter_stage(f"step {_step} after {stage}")  # not after an exception: its stage is where it came from
 
 
 def step_timing() -> dict[str, Metric]:
-    """timing_s/<stage> and timing_s/step so far, and the memory after the stages."""
+    """timing_s/<stage> and timing_s/step so far, and the memory of the stages."""
     stages: dict[str, Metric] = {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()}
     stages |= {name: Max(used) for name, used in _memory.items()}
     return stages | {"timing_s/step": time.perf_counter() - _started}

@@ -84,11 +84,18 @@ def total_memory(device: torch.device) -> int:
 
 
 def memory_in_use() -> dict[str, int]:
-    """Bytes of this process: those that torch has allocated and reserved on its accelerator, or the resident ones."""
+    """Bytes of this process: those that torch has allocated and reserved on its accelerator, and the peak of the
+    allocated ones since `reset_peak_memory`; without an accelerator the resident ones."""
     if (device := accelerator()) is None:
         return {"resident": psutil.Process().memory_info().rss}
     module = torch.get_device_module(device)
-    return {"allocated": module.memory_allocated(), "reserved": module.memory_reserved()}
+    now = {"allocated": module.memory_allocated(), "reserved": module.memory_reserved()}
+    return now | {"peak": module.max_memory_allocated()}
+
+
+def reset_peak_memory() -> None:
+    if (device := accelerator()) is not None:
+        torch.get_device_module(device).reset_peak_memory_stats()
 
 
 def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:

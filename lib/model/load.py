@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -26,6 +25,7 @@ from lib import InputError, is_first_on_node
 from lib.args import check_model_path
 from lib.data import local_copy
 from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, layer_plan
+from lib.model.activations import keeping_activations_on_cpu, recompute_layers
 from lib.model.attention import attention_and_packing, lay_out, other_layers
 from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
 from lib.model.routing import ROUTERS, hook_routers
@@ -159,7 +159,7 @@ class LoadOptions:
     # how `response_log_probs` lays out its rows; where a model does not allow it, its own attributes are False
     padding_free: bool = True
     share_prompts: bool = True
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: float = 0  # the share of the layers that the backward pass recomputes; True: all
     offload_activations: bool = False  # what autograd keeps for the backward pass waits in CPU memory
     trust_remote_code: bool = False
     on_meta: bool = False
@@ -342,36 +342,13 @@ def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable,
         raise InputError(f"{name}: not a {type(model).__name__}: no {min(missing)} in it ({len(missing)} missing)")
     lay_out(model, name, how.attn_implementation, how.padding_free, how.share_prompts)
     hook_routers(model)
-    if how.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model, decoder_layers(model), how.gradient_checkpointing)
     model.train()
     model.fsdp_layer_classes = fsdp_layer_classes(model)
-    method = _keeping_activations_on_cpu(forward) if how.offload_activations else forward
+    method = keeping_activations_on_cpu(forward) if how.offload_activations else forward
     setattr(model, forward.__name__, types.MethodType(method, model))
     model.fsdp_forward_methods = (forward.__name__,)
     return model
-
-
-def _keeping_activations_on_cpu(forward):
-    """torch's save_on_cpu, but not for weights, which FSDP frees in between and gathers again, and without the host
-    waiting for each tensor: both copies are queued on one stream."""
-
-    def pack(tensor: torch.Tensor):
-        of = tensor._base if tensor._is_view() else tensor
-        if tensor.device.type == "cpu" or isinstance(of, torch.nn.Parameter):
-            return tensor
-        host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
-        return tensor.device, host.copy_(tensor, non_blocking=True)
-
-    def unpack(packed):
-        return packed if isinstance(packed, torch.Tensor) else packed[1].to(packed[0], non_blocking=True)
-
-    @wraps(forward)
-    def method(*args, **kwargs):
-        with saved_tensors_hooks(pack, unpack):
-            return forward(*args, **kwargs)
-
-    return method
 
 
 # ---- LoRA ----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # keys of config.json that are not flags; "script" is compared like a flag
 NO_FLAGS = {"contents", "history", "start", "effective", "no_effect"}
+CHOSEN = {"rollout_engine", "micro_batch_tokens", "gradient_checkpointing"}  # flags that may be auto
 RANK_0_COUNTS = {"run_name", "config"}  # flags that may differ between ranks
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "math-verify")
 ROOT, STANDARD_LIBRARY = Path(__file__).parents[2], sysconfig.get_path("stdlib")
@@ -109,10 +110,9 @@ def _chosen(args: Any) -> Iterator[tuple[str, Any, tuple]]:
         yield name, args.rollout.engine if name == "rollout_engine" else value, marks
 
 
-def _with_engine(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's config with the engine that it had: --rollout-engine auto differs between machines."""
-    engine = config.get("effective", {}).get("rollout_engine")
-    return config | {"rollout_engine": engine} if engine else config
+def _with_chosen(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's config with what auto was for it, as that differs between machines."""
+    return config | {name: value for name, value in config.get("effective", {}).items() if name in CHOSEN}
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
@@ -135,7 +135,7 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
     if before is None:
         print(f"{checkpoint} has no config.json: its flags are not compared", flush=True)
         return {}
-    before, now = _with_engine(before), _with_engine(now)
+    before, now = _with_chosen(before), _with_chosen(now)
     not_compared = NO_FLAGS | marked(args, OnResume.NOT_COMPARED)
     if now["val_only"]:
         not_compared |= {"train_files"}
@@ -165,7 +165,7 @@ def compare(checkpoint: Path, now: dict[str, Any], args: DataclassInstance, over
 
 def compare_recording(recording: Path, now: dict[str, Any], args: DataclassInstance) -> None:
     """Prints what changed since the recording. Raises InputError for flags that its samples depend on."""
-    before, now = _with_engine(read_json(recording / "config.json") or {}), _with_engine(now)
+    before, now = _with_chosen(read_json(recording / "config.json") or {}), _with_chosen(now)
     compared = before.keys() - NO_FLAGS - {"replay"} - marked(args, OnResume.NOT_COMPARED)
     changed = _changed(before, now, compared)
     if refused := sorted(changed.keys() & marked(args, OnReplay.AS_RECORDED)):

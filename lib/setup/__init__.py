@@ -17,5 +17,5 @@ from lib.setup.needs import (
     rollout_correction,
 )
 from lib.setup.ranks import choose_engine, join, start, use_batch_invariant_kernels
-from lib.setup.report import check_memory, describe
+from lib.setup.report import check_memory, choose_by_memory, describe
 from lib.setup.rollouts import make_rewards_and_validation, make_rollouts

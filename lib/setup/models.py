@@ -36,7 +36,7 @@ class ModelFactory:
         use_cores(self.shard, world.device)
         self.mesh = make_mesh(world, self.shard.dp_replicate_size, self.shard.tensor_parallel_size)
         row_group = make_row_group(world, self.mesh, self.shard.sequence_parallel_size)
-        sampling, tokens = args.rollout.sampling(), args.optimizer.micro_batch_tokens
+        sampling, tokens = args.rollout.sampling(), args.optimizer.micro_batch_limit
         self.forward = ForwardConfig(tokens, sampling, row_group, needs.dtype, self.model.routing_replay)
         self.loss = loss_flags(args, needs)
         self.zero1 = needs.sharding == "zero1"
@@ -81,7 +81,7 @@ class ModelFactory:
             "dtype": torch.float32 if trainable and not self.model.lora_rank else dtype,  # fp32 master weights
             "attn_implementation": get_attention(attention, dtype, self.world.device, path, **self.trust),
             "share_prompts": self.model.share_prompts,
-            "gradient_checkpointing": self.model.gradient_checkpointing and trainable,
+            "gradient_checkpointing": self.model.recomputed if trainable else 0,
             "offload_activations": "activations" in self.shard.cpu_offload,
             "on_meta": True,
             **self.trust,

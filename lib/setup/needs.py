@@ -54,11 +54,11 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def has_estimate(args: ScriptArgs) -> bool:
-    """Whether the planner estimates the memory of a step: not with --no-memory-check, without training, for a .gguf
-    model or tensor parallelism."""
-    unknown = args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1
-    return args.run.memory_check and not args.validation.val_only and not unknown
+def has_estimate(args: ScriptArgs, device: torch.device) -> bool:
+    """Whether this is a GPU, or a --dry-run of some, with flags that the estimate of memory knows."""
+    if args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1 or args.validation.val_only:
+        return False
+    return args.run.dry_run > 0 or (device.type != "cpu" and args.run.memory_check)
 
 
 def get_sharding(args: ScriptArgs, device: torch.device) -> Literal["fsdp2", "zero1"]:
@@ -70,7 +70,7 @@ def get_sharding(args: ScriptArgs, device: torch.device) -> Literal["fsdp2", "ze
     ranks = training_ranks(args)
     if device.type == "cpu":
         return "zero1"
-    if not has_estimate(args):
+    if not has_estimate(args, device):
         return "zero1" if ranks == 1 else "fsdp2"
     from planner.estimate import zero1_fits
 

@@ -17,7 +17,7 @@ from lib.run.run_config import describe_start, read_json
 from lib.seeds import set_seed
 from lib.setup.inputs import Inputs, load_inputs
 from lib.setup.needs import Needs, check
-from lib.setup.report import check_memory, describe
+from lib.setup.report import check_memory, choose_by_memory, describe
 
 
 def start(args: ScriptArgs) -> tuple[World, Needs, Inputs]:
@@ -25,10 +25,13 @@ def start(args: ScriptArgs) -> tuple[World, Needs, Inputs]:
     world = join(args)
     needs = check(args, world.device)
     inputs = load_inputs(args)
+    if not args.run.dry_run:
+        args.shard.auto_sharding = needs.sharding
+    needs.effective.update(choose_by_memory(args, world))
     if world.rank == 0:
         print(describe(args, needs.sizes, world, inputs), flush=True)
     if not args.run.dry_run:
-        check_memory(args, needs.sizes, world)
+        check_memory(args, world)
     return world, needs, inputs
 
 

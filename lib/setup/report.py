@@ -1,8 +1,10 @@
 """What a run says before it starts, and its check that the flags fit the GPU. Only --dry-run and a GPU's check load the
 planner."""
 
-from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
-from lib.distributed import World, advise_out_of_memory, on_first_rank, total_memory
+from typing import Any
+
+from lib.args import ROOT, ScriptArgs, Sizes, least_micro_batch, training_ranks
+from lib.distributed import World, advise_out_of_memory, all_reduce_max, on_first_rank, total_memory
 from lib.setup.inputs import Inputs
 from lib.setup.needs import has_estimate
 
@@ -58,7 +60,24 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     return "\n".join(lines)
 
 
-def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
+def choose_by_memory(args: ScriptArgs, world: World) -> dict[str, Any]:
+    """Sets what --micro-batch-tokens auto and --gradient-checkpointing auto are here, by the estimate for the smallest
+    GPU of all ranks, and says so. Returns both as they are in effect. A collective."""
+    model, optimizer = args.model, args.optimizer
+    optimizer.auto_tokens = least_micro_batch(args)
+    if "auto" in (optimizer.micro_batch_tokens, model.gradient_checkpointing) and has_estimate(args, world.device):
+        from planner.estimate import choose_auto, gpu_here
+
+        gpu = gpu_here().memory if args.run.dry_run else -all_reduce_max(-total_memory(world.device), world.device)
+        chosen = on_first_rank(lambda: choose_auto(args, training_ranks(args), gpu))
+        optimizer.auto_tokens, model.auto_recomputed = chosen.tokens, chosen.recomputed
+        if world.rank == 0:
+            print(chosen.said, flush=True)
+    share = {0: "off", 1: "on"}.get(model.recomputed, f"{model.recomputed:.3g} of the layers")
+    return {"micro_batch_tokens": optimizer.micro_batch_limit, "gradient_checkpointing": share}
+
+
+def check_memory(args: ScriptArgs, world: World) -> None:
     """On a GPU, before a model loads: raises InputError if the estimate of the flags does not fit. A collective.
     Skipped without an estimate."""
 
@@ -68,9 +87,8 @@ def check_memory(args: ScriptArgs, sizes: Sizes, world: World) -> None:
         return memory_advice(args, world.size, stage)
 
     advise_out_of_memory(advice)
-    if world.device.type == "cpu" or not has_estimate(args):
-        return
-    from planner.estimate import refuse_what_does_not_fit
+    if has_estimate(args, world.device):
+        from planner.estimate import refuse_what_does_not_fit
 
-    gpu = total_memory(world.device)
-    on_first_rank(lambda: refuse_what_does_not_fit(args, world.size, gpu))
+        gpu = total_memory(world.device)
+        on_first_rank(lambda: refuse_what_does_not_fit(args, world.size, gpu))

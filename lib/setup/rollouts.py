@@ -107,7 +107,7 @@ def make_rewards_and_validation(
     """The rewards of training, and the validation, which uses the same scorers unless --val-reward names others."""
     reward, reward_model = args.reward, None
     if reward.reward_model:
-        reward_model = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_tokens)
+        reward_model = RewardModel(None, None, reward.reward_model_coef, args.optimizer.micro_batch_limit)
     if reward_model is not None and (args.validation.enabled or not run.recorder.replays):
         reward_model.module, reward_model.tokenizer = factory.reward_model(reward.reward_model)
 

@@ -502,6 +502,26 @@ CONFIGS = {  # what the message says, by the file's text
 }
 
 
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("", "auto"),
+        ("--gradient-checkpointing auto", "auto"),
+        ("--gradient-checkpointing", "on"),
+        ("--gradient_checkpointing --lr 1", "on"),
+        ("--gradient-checkpointing=off --lr 1", "off"),
+        ("--gradient-checkpointing on --no-gradient-checkpointing", "off"),
+    ],
+)
+def test_a_switch_that_may_be_auto(words, value, tmp_path):
+    """Typed as a switch, or with a value; in a config also as true or false."""
+    args = parse_flags(grpo.Args, words.split())
+    assert args.model.gradient_checkpointing == value and args.lr == (1 if "--lr" in words else 1e-4)
+    config = tmp_path / "flags.yaml"
+    config.write_text(f"gradient_checkpointing: {({'on': 'true', 'off': 'false'}).get(value, value)}")
+    assert parse_flags(grpo.Args, ["--config", str(config)]).model.gradient_checkpointing == value
+
+
 @pytest.mark.parametrize("message", CONFIGS)
 def test_a_bad_config_is_one_line_with_its_place(tmp_path, message):
     file = tmp_path / "flags.yaml"

@@ -29,7 +29,7 @@ TOY = {  # what the scripts had as defaults before there were presets: recorded 
     "val_files": (ROWS,),
     "max_prompt_length": 32,
     "max_response_length": 16,
-    "micro_batch_tokens": 16384,
+    "micro_batch_tokens": "auto",
     "lr": 1e-4,
     "total_steps": 60,
     "val_every": 5,

@@ -381,17 +381,21 @@ def test_the_clock_adds_up_and_survives_an_exception(monkeypatch):
     assert step_timing().keys() == {"timing_s/step"}
 
 
-def test_memory_after_a_stage_is_that_of_the_accelerator(monkeypatch):
+def test_memory_of_a_stage_is_that_of_the_accelerator(monkeypatch):
+    """The peak is that of the stage alone, of each time that it ran."""
+    peak = [7 * 2**30]  # of what was before the step
     monkeypatch.setattr("lib.distributed.device.accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**32)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak[0])
     start_step(1)
     for used in (2**31, 2**30):  # of the actor's log-probs and the reference's: after the last
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda used=used: used)
         with timed("log_probs"):
-            pass
+            peak[0] = max(peak[0], 3 * used)
     memory = {key: value for key, value in step_timing().items() if key.startswith("perf/")}
-    names = "perf/memory_allocated_gib/log_probs", "perf/memory_reserved_gib/log_probs"
-    assert memory == dict(zip(names, (Max(1.0), Max(4.0))))
+    expected = {"allocated": Max(1.0), "reserved": Max(4.0), "peak": Max(6.0)}
+    assert memory == {f"perf/memory_{kind}_gib/log_probs": n for kind, n in expected.items()}
 
 
 def test_throughput():

@@ -4,6 +4,7 @@ The record is that of torch's profiler: every allocation and release on the CPU,
 """
 
 import json
+import math
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -41,7 +42,7 @@ from lib.model import (
 )
 from lib.rollout import HFEngine, Sampling
 from planner import meta
-from planner.estimate import memory_advice, memory_of, memory_savers, refuse_what_does_not_fit
+from planner.estimate import choose_auto, memory_advice, memory_of, memory_savers, refuse_what_does_not_fit
 from planner.memory import (
     GIB,
     HEADROOM,
@@ -194,8 +195,8 @@ def _recorded_peak(fn) -> int | None:
     return max(record.total_allocated for record in records) - before
 
 
-UPDATES = {  # ranks: (rows, compute dtype, gradient checkpointing, LoRA's rank, micro-batches)
-    1: [(64, torch.float32, False, 0, 1), (64, torch.float32, True, 0, 1), (2, torch.float32, False, 0, 1)],
+UPDATES = {  # ranks: (rows, compute dtype, share of recomputed layers, LoRA's rank, micro-batches)
+    1: [(64, torch.float32, share, 0, 1) for share in (0, 0.5, 1)] + [(2, torch.float32, 0, 0, 1)],
     2: [
         (64, torch.bfloat16, False, 0, 1),
         (64, torch.bfloat16, True, 0, 1),
@@ -248,7 +249,7 @@ def test_the_peak_of_an_update(paths, measured, name, ranks):
                 paths[name],
                 ranks=ranks,
                 compute_dtype=dtype,
-                gradient_checkpointing=checkpointing,
+                recomputed=checkpointing,
                 lora_rank=lora_rank,
                 accumulation="whole" if micro_batches > 1 else "none",
                 **sizes(rows),
@@ -291,7 +292,7 @@ def peak_on_a_gpu(name: str, flags: list[str], tokens: int) -> int:
             ranks=1,
             compute_dtype=torch.bfloat16,
             accumulation="none",
-            gradient_checkpointing="checkpointing" in flags,
+            recomputed="checkpointing" in flags,
             lora_rank=32 * ("LoRA 32" in flags),
             use_liger_kernel="--use-liger-kernel" in flags,
             micro_batch_tokens=tokens,
@@ -392,7 +393,7 @@ def test_each_option_adds_or_moves_its_parts():
     sharded = estimate_memory(StepSettings(TOY_MODEL, accumulation="sharded", **TOY))
     assert plain["loss"]["gradients"] == 2 * sharded["loss"]["gradients"] == 2 * sharded["optimizer"]["gradients"]
 
-    checkpointed = estimate_memory(StepSettings(TOY_MODEL, gradient_checkpointing=True, **TOY))
+    checkpointed = estimate_memory(StepSettings(TOY_MODEL, recomputed=1, **TOY))
     assert checkpointed["backward"]["activations"] < plain["backward"]["activations"] / 2
 
 
@@ -472,6 +473,31 @@ def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
         assert fits(memory_of(flags_of(path, *given), 8, gpu), gpu) == (n == len(flags))
 
 
+def test_auto_takes_what_fits(tmp_path):
+    """As few recomputed layers as fit. Where none has to be, micro-batches twice, four times, ... as large, until they
+    would not fit or are the whole update: 8 groups of 8 responses with 1,024 + 8 x 2,048 tokens."""
+    args = flags_of(save_tiny(tmp_path, num_hidden_layers=6), "--rollout-engine", "vllm")
+
+    def size(*flags: str, tokens: int = 16384, layers: int = 0) -> int:
+        given = flags_of(args.model.model, "--rollout-engine", "vllm", *flags)
+        given.optimizer.auto_tokens, given.model.auto_recomputed = tokens, layers / 6
+        return math.ceil(worst_moment(memory_of(given, 16, 2**20))[1] / (1 - HEADROOM))
+
+    sizes = [size(layers=layers) for layers in range(7)]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
+    for layers in (1, 2, 3):
+        assert choose_auto(args, 16, sizes[layers] + 1)[:2] == (16384, layers / 6)
+    assert choose_auto(args, 16, 1)[:2] == (16384, 1)  # which is refused
+    large = size(tokens=65536)
+    assert choose_auto(args, 16, large + 1)[:2] == (65536, 0) and choose_auto(args, 16, large - 1)[:2] == (32768, 0)
+    assert choose_auto(args, 16, 80 * GIB)[:2] == (262144, 0)
+    assert (args.optimizer.auto_tokens, args.model.auto_recomputed) == (16384, 0)
+    args.optimizer.micro_batch_tokens, args.model.gradient_checkpointing = "auto", "on"
+    assert choose_auto(args, 16, size("--gradient-checkpointing", tokens=32768) + 1)[0] == 32768
+    args.optimizer.micro_batch_tokens, args.model.gradient_checkpointing = 16384, "auto"
+    assert choose_auto(args, 16, sizes[2] + 1).said.startswith("--gradient-checkpointing auto: 2 of 6 layers, by an")
+
+
 def test_flags_that_fit_and_a_model_that_cannot(tmp_path):
     args = flags_of(save_tiny(tmp_path))
     refuse_what_does_not_fit(args, 8, 80 * GIB)
@@ -533,7 +559,7 @@ def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(tmp_path, 
                 ranks=2,
                 compute_dtype=torch.float32,
                 max_response_length=8,
-                gradient_checkpointing=checkpointing,
+                recomputed=checkpointing,
                 critic_model=path,
                 **flags,
             )

@@ -400,6 +400,11 @@ def test_a_resume_compares_the_engines_that_auto_has_become(tmp_path):
             with pytest.raises(InputError, match=f"--rollout-engine was {was}, is {now}. Undo it"):
                 compare(checkpoint, changed, args, set())
             assert compare(checkpoint, changed, args, {"rollout_engine"}) == {"rollout_engine": [was, now]}
+    chosen = {"micro_batch_tokens": 16384, "gradient_checkpointing": "off"}  # which may change
+    on_cpu, on_gpu = (config("hf") | {"effective": chosen | more} for more in ({}, {"micro_batch_tokens": 32768}))
+    (checkpoint / "config.json").write_text(json.dumps(on_cpu))
+    assert compare(checkpoint, on_cpu, args, set()) == {}
+    assert compare(checkpoint, on_gpu, args, set()) == {"micro_batch_tokens": [16384, 32768]}
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])

@@ -200,7 +200,7 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
     each batch that may be sampled."""
     names = ("actor", "reference", "critic") if hasattr(args, "gamma") else ("actor", "reference")
     modules = {name: on_ranks(name, world) for name in names}
-    forward = ForwardConfig(args.optimizer.micro_batch_tokens, args.rollout.sampling(), None, torch.float64)
+    forward = ForwardConfig(args.optimizer.micro_batch_limit, args.rollout.sampling(), None, torch.float64)
     updates: list[dict[str, torch.Tensor]] = []
 
     def trained(kind, name):
