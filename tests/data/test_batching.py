@@ -26,8 +26,15 @@ from lib.data import (
 )
 from lib.data.balance import group_costs, longest_first
 from lib.data_proto import DataProto
-from lib.distributed import World, all_gather_lists, clip_grad_norm, full_tensor, make_mesh, shard_model
-from lib.distributed import trainable_parameters
+from lib.distributed import (
+    World,
+    all_gather_lists,
+    clip_grad_norm,
+    full_tensor,
+    make_mesh,
+    shard_model,
+    trainable_parameters,
+)
 from lib.model import load_model, response_log_probs
 from lib.rollout import Rollouts, concat_rows
 from lib.rollout.stream import group_size_of
