@@ -88,8 +88,7 @@ def _without_derived(batch: DataProto) -> DataProto:
     derived, sent = _derived(tensors["input_ids"], lengths, P), {"_lengths": lengths}
     for name, x in tensors.items():
         if name not in derived or not torch.equal(derived[name], x):
-            narrow = x.int() if x.dtype == torch.int64 else x
-            sent[name] = narrow if (narrow == x).all() else x
+            sent[name] = x.int() if x.dtype == torch.int64 and (x.int() == x).all() else x
     dtypes = {name: x.dtype for name, x in tensors.items()}
     return DataProto.from_dict(sent, batch.non_tensor_batch, {"dtypes": dtypes, "P": P})
 
@@ -175,10 +174,13 @@ def longest_first(costs: list[float], parts: int) -> list[list[int]]:
 
 def gather_rows(batch: DataProto, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
     """The rows of all ranks: the named columns, those that lib/columns.py always gathers, and two numbers (B,) int64:
-    `row`, of the row, and `group`, of its uid. The batch gets the widths of all ranks. A collective."""
+    `row`, of the row, and `group`, of its uid. response_mask is bool. The batch gets the widths of all ranks. A
+    collective."""
     equal_widths(batch)
     always = [name for name, column in COLUMNS.items() if column.gathered == "always" and name in batch.batch]
-    whole = batch.select([*dict.fromkeys([*always, *names])], ["uid"]).all_gather()
+    own = batch.select([*dict.fromkeys([*always, *names])], ["uid"])
+    own.batch["response_mask"] = own.batch["response_mask"].bool()
+    whole = own.all_gather()
     _, group = np.unique(whole.non_tensor_batch["uid"].astype(str), return_inverse=True)
     device = whole.batch["response_mask"].device
     numbers = {"row": torch.arange(len(whole), device=device), "group": torch.from_numpy(group).to(device)}
@@ -191,3 +193,4 @@ def scatter_rows(batch: DataProto, rows: Mapping[str, torch.Tensor]) -> None:
     own = slice(first, first + len(batch))
     # copies: views would keep the rows of all ranks in memory
     batch.batch.update({name: column[own].clone() for name, column in rows.items()})
+    batch.batch["response_mask"] = batch.batch["response_mask"].long()
