@@ -1,13 +1,15 @@
 """Parts of a step beside the plain way to do them, in turns in one run.
 
-    python -m benchmarks.stages [--parts kernels log_probs hf vllm scheduler] [--repeats 7] [--output FILE.json]
+    python -m benchmarks.stages [--parts kernels log_probs hf vllm host scheduler] [--repeats 7] [--output FILE.json]
 
 kernels: advantages and policy losses with their backward, beside verl's functions of the same name, on 512 rows of 1024
 tokens; log_probs: log-prob and entropy, forward and backward, of 2048 tokens and a vocabulary of 32,000, beside full
 logits; hf: HFEngine beside transformers' generate, 32 prompts of 15 tokens with 8 responses of 16; vllm: VLLMEngine
 beside its own LLM.generate with the same requests; scheduler: VLLMEngine with our scheduler and with vLLM's, 256 to
-4096 rows of 32 tokens. That both sides give the same is checked first, but for hf, whose generate draws otherwise.
-Medians of CPU seconds of this process, of scheduler the least; peak: MiB beyond what was there before.
+4096 rows of 32 tokens; host: what a step does outside the model, for --rows responses of 8 to 256 tokens to prompts of
+64, eight each, spread over the ranks of torchrun. That both sides give the same is checked first, but for hf, whose
+generate draws otherwise. Medians of CPU seconds of this process, which is rank 0, of scheduler the least; peak: MiB
+beyond what was there before.
 
 verl is optional: `pip install --no-deps --target DIR verl==0.9.1 ray omegaconf antlr4-python3-runtime==4.9.3 hydra-core
 codetiming orjson`, then PYTHONPATH=DIR. Without it the kernels are timed alone.
@@ -15,6 +17,7 @@ codetiming orjson`, then PYTHONPATH=DIR. Without it the kernels are timed alone.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import tempfile
@@ -22,17 +25,22 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from transformers import GenerationConfig
 
 from benchmarks.update import environment, peak_memory
+from grpo import add_advantages
 from lib.core_algos import agg_loss, compute_gae_advantage_return, get_adv_estimator_fn, get_policy_loss_fn
+from lib.data import exchange_groups, prefix_tree, prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import init_distributed, make_mesh, shard_model, unsharded
+from lib.log import row_metrics
+from lib.log.rollouts import taken_out, write_rollouts
 from lib.model import LinearLogProbs, load_model, load_tokenizer
-from lib.rollout import HFEngine, Sampling, make_engine, sync_weights
+from lib.rollout import Generated, HFEngine, Sampling, add_responses, make_engine, sync_weights
 from tests.common import TOY_MODEL, rollout_batch
 
 Sides = dict[str, Callable[[], object]]
@@ -213,25 +221,72 @@ def scheduler(world, repeats: int) -> dict[str, dict]:
     return found
 
 
+def host(world, total: int) -> Iterator[tuple[str, Sides]]:
+    P, T, G, B = 64, 256, 8, total // world.size
+    g = torch.Generator().manual_seed(world.rank)
+    lengths = (4.6 + 0.6 * torch.randn(B, generator=g)).exp().long().clamp(8, T).tolist()
+    tokens = torch.randint(3, 40, (B, P + T), generator=g)
+    tokens[:, :P] = tokens[::G, :P].repeat_interleave(G, 0)
+    prompt = {"input_ids": tokens[:, :P], "attention_mask": torch.ones(B, P).long(), "position_ids": torch.arange(P)}
+    columns = {
+        "uid": [f"1-{i // G + world.rank * B}" for i in range(B)],
+        "raw_prompt": [[{"role": "user", "content": "x"}]] * B,
+        "reward_model": [{"ground_truth": "7"}] * B,
+        "data_source": ["toy"] * B,
+        "reward_extra_info": [{"acc": 1.0}] * B,
+    }
+    prompts = DataProto.from_dict(prompt | {"position_ids": torch.arange(P).repeat(B, 1)}, columns)
+    rows = [Generated(ids[P : P + n], [-0.5] * n, "stop") for ids, n in zip(tokens.tolist(), lengths)]
+    batch = add_responses(prompts, rows, 0)
+    yield f"add_responses {total}", {"plainrl": lambda: add_responses(prompts, rows, 0)}
+    plan = [[*range(rank, total // G, world.size)] for rank in range(world.size)]
+    yield f"exchange_groups {total}", {"plainrl": lambda: exchange_groups(batch, plan)}
+    t = batch.batch
+    last = torch.tensor(lengths)[:, None] - 1
+    t["token_level_scores"] = torch.zeros(B, T).scatter(1, last, torch.rand(B, 1, generator=g)) * t["response_mask"]
+    args = SimpleNamespace(adv_settings={}, adv_estimator="grpo", kl_coef=0.0, zero_variance="keep", mask_settings={})
+    needs = SimpleNamespace(columns=(), correction={})
+    add_advantages(args, batch, needs, None, 1)
+    yield f"advantages {total}", {"plainrl": lambda: add_advantages(args, batch, needs, None, 1)}
+    yield (
+        f"prepare_dynamic_batch {total}",
+        {"plainrl": lambda: prepare_dynamic_batch(batch, 16_384, share_prompts=True)},
+    )
+    micros, _ = prepare_dynamic_batch(batch, 16_384, share_prompts=True)
+    twice = lambda: [prefix_tree(micro) for micro in micros for _ in ("forward", "FLOPs")]  # noqa: E731
+    yield f"prefix_tree {total}", {"plainrl": twice}
+    t["log_probs"], t["entropy"] = t["rollout_log_probs"].clone(), t["rollout_log_probs"].clone()
+    yield f"row_metrics {total}", {"plainrl": lambda: row_metrics(batch)}
+    yield f"taken_out {total}", {"plainrl": lambda: taken_out(batch, list(range(B)))}
+    kept, tokenizer = taken_out(batch, list(range(B))), load_tokenizer(TOY_MODEL)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rollouts", f"{world.rank}.parquet")
+        yield f"write_rollouts {total}", {"plainrl": lambda: write_rollouts(file, 1, kept, tokenizer)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["kernels", "log_probs", "hf", "vllm", "scheduler"])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024, 8192, 65_536])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     world = init_distributed()
-    parts = {"kernels": kernels, "log_probs": log_probs, "hf": partial(hf, world), "vllm": partial(vllm, world)}
-    results = environment() | {"repeats": args.repeats, "stages": {}}
-    for part in (part for part in args.parts if part != "scheduler"):
-        for name, sides in parts[part]():
+    of_world = {"hf": [partial(hf, world)], "vllm": [partial(vllm, world)]}
+    parts = {"kernels": [kernels], "log_probs": [log_probs], "host": [partial(host, world, n) for n in args.rows]}
+    results = environment() | {"ranks": world.size, "repeats": args.repeats, "stages": {}}
+    for part in itertools.chain(*((parts | of_world)[name] for name in args.parts if name != "scheduler")):
+        for name, sides in part():
             found = results["stages"][name] = in_turns(sides, args.repeats)
             for side, r in found.items():
                 ratio = r["cpu_s"] / found["plainrl"]["cpu_s"]
-                print(f"{name:10} {side:12} {r['cpu_s']:8.4f} CPU s  {ratio:5.2f}  {r['peak']:6.0f} MiB", flush=True)
+                said = f"{name:28} {side:12} {r['cpu_s']:8.4f} CPU s  {ratio:5.2f}  {r['peak']:6.0f} MiB"
+                if world.rank == 0:
+                    print(said, flush=True)
     if "scheduler" in args.parts:
-        results["stages"] |= (found := scheduler(world, args.repeats))
-        print(json.dumps(found, indent=1))
-    if args.output:
+        results["stages"] |= (of_scheduler := scheduler(world, args.repeats))
+        print(json.dumps(of_scheduler, indent=1))
+    if args.output and world.rank == 0:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -101,7 +101,8 @@ def gathered(world: World, batch: DataProto, *names: str) -> dict[str, torch.Ten
 
 def test_only_columns_that_are_read_are_gathered():
     batch = trained_batch()
-    always = {"response_mask": batch.batch["response_mask"], "token_level_scores": batch.batch["token_level_scores"]}
+    t = batch.batch
+    always = {"response_mask": t["response_mask"].bool(), "token_level_scores": t["token_level_scores"]}
     for names in ((), ("rollout_log_probs",)):
         expected = always | {name: batch.batch[name] for name in names}
         expected |= {"row": torch.arange(4), "group": torch.tensor([1, 1, 0, 0])}

@@ -549,7 +549,8 @@ def with_images(offset=0):
     objects = {"multi_modal_data": list(data), "multi_modal_inputs": list(inputs)}
     positions = torch.arange(4 * 4 * 6).view(4, 4, 6) + offset
     ids = torch.arange(4) + 10 * offset
-    widths = {"prompts": ids[:, None], "response_mask": ids[:, None] * 0 + 1}  # what ranks make equal
+    ones = torch.ones_like(ids[:, None])
+    widths = {"prompts": ids[:, None], "attention_mask": ones, "response_mask": ones}  # what ranks make equal
     return DataProto.from_dict({"input_ids": ids[:, None], "position_ids": positions, "ids": ids} | widths, objects)
 
 

@@ -70,14 +70,45 @@ def exchange_groups(batch: DataProto, plan: list[list[int]]) -> DataProto:
     batch = equal_widths(batch)
     rank, groups = dist.get_rank(), len(plan[0])
     rows = np.arange(len(batch)).reshape(groups, -1)  # (groups of a rank, rows of a group)
-    columns = batch.select(meta_info_keys=())
+    columns, device = _without_derived(batch), batch.batch["input_ids"].device
     parts = [columns[rows[[g % groups for g in own if g // groups == rank]].ravel()] for own in plan]
-    received = DataProto.concat(all_to_all_objects(parts)).to(batch.batch["input_ids"].device)
+    received = DataProto.concat([_with_derived(part.to(device)) for part in all_to_all_objects(parts)])
     came = sorted(range(groups), key=lambda i: plan[rank][i] // groups)  # ranks send in the order of the plan
     exchanged = received[rows[np.argsort(came)].ravel()]
     assert len(exchanged) == len(batch), "rows were lost on the way"
     exchanged.meta_info = dict(batch.meta_info)
     return exchanged
+
+
+def _without_derived(batch: DataProto) -> DataProto:
+    """What of a batch has to be sent: integers in 32 bits where they fit, without the columns of `_derived`. Where it
+    differs, as masks of tool outputs do, a column is sent."""
+    tensors, P = dict(batch.batch.items()), batch.batch["prompts"].shape[1]
+    lengths = torch.stack([part.sum(1) for part in tensors["attention_mask"].tensor_split([P], 1)], 1)
+    derived, sent = _derived(tensors["input_ids"], lengths, P), {"_lengths": lengths}
+    for name, x in tensors.items():
+        if name not in derived or not torch.equal(derived[name], x):
+            sent[name] = x.int() if x.dtype == torch.int64 and (x.int() == x).all() else x
+    dtypes = {name: x.dtype for name, x in tensors.items()}
+    return DataProto.from_dict(sent, batch.non_tensor_batch, {"dtypes": dtypes, "P": P})
+
+
+def _with_derived(sent: DataProto) -> DataProto:
+    """The batch that `_without_derived` was given."""
+    derived = _derived(sent.batch["input_ids"].long(), sent.batch["_lengths"].long(), sent.meta_info["P"])
+    columns = derived | dict(sent.batch.items())
+    tensors = {name: columns[name].to(dtype) for name, dtype in sent.meta_info["dtypes"].items()}
+    return DataProto.from_dict(tensors, sent.non_tensor_batch)
+
+
+def _derived(ids: torch.Tensor, lengths: torch.Tensor, P: int) -> dict[str, torch.Tensor]:
+    """The columns of text that the policy sampled in one turn, from tokens (B, L) and (B, 2) lengths of the prompt and
+    of the response."""
+    column, begin, end = torch.arange(ids.shape[1], device=ids.device), P - lengths[:, :1], P + lengths[:, 1:]
+    attended = ((begin <= column) & (column < end)).long()
+    positions = (column - begin).clamp(min=0)
+    columns = {"prompts": ids[:, :P], "responses": ids[:, P:], "attention_mask": attended, "position_ids": positions}
+    return columns | {"response_mask": attended[:, P:]}
 
 
 def group_costs(batch: DataProto, model: PreTrainedModel, group_size: int, share_prompts: bool) -> list[float]:
@@ -143,10 +174,13 @@ def longest_first(costs: list[float], parts: int) -> list[list[int]]:
 
 def gather_rows(batch: DataProto, names: Iterable[str] = ()) -> dict[str, torch.Tensor]:
     """The rows of all ranks: the named columns, those that lib/columns.py always gathers, and two numbers (B,) int64:
-    `row`, of the row, and `group`, of its uid. The batch gets the widths of all ranks. A collective."""
+    `row`, of the row, and `group`, of its uid. response_mask is bool. The batch gets the widths of all ranks. A
+    collective."""
     equal_widths(batch)
     always = [name for name, column in COLUMNS.items() if column.gathered == "always" and name in batch.batch]
-    whole = batch.select([*dict.fromkeys([*always, *names])], ["uid"]).all_gather()
+    own = batch.select([*dict.fromkeys([*always, *names])], ["uid"])
+    own.batch["response_mask"] = own.batch["response_mask"].bool()
+    whole = own.all_gather()
     _, group = np.unique(whole.non_tensor_batch["uid"].astype(str), return_inverse=True)
     device = whole.batch["response_mask"].device
     numbers = {"row": torch.arange(len(whole), device=device), "group": torch.from_numpy(group).to(device)}
@@ -159,3 +193,4 @@ def scatter_rows(batch: DataProto, rows: Mapping[str, torch.Tensor]) -> None:
     own = slice(first, first + len(batch))
     # copies: views would keep the rows of all ranks in memory
     batch.batch.update({name: column[own].clone() for name, column in rows.items()})
+    batch.batch["response_mask"] = batch.batch["response_mask"].long()

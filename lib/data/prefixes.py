@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from lib.data.vision import text_positions
 from lib.data_proto import DataProto
 
 MIN_SHARED = 16  # tokens of a shared run that is not a whole prompt: each node is one more piece for attention
+
+_last: tuple = (None,)
+"""What the last tree was made of, and the tree: a micro-batch's forward and the count of its FLOPs both ask for it"""
 
 
 class PrefixTree(NamedTuple):
@@ -44,8 +46,8 @@ class _Node(NamedTuple):
 
 def prompt_groups(batch: DataProto) -> torch.Tensor:
     """(B,) numbers, equal for rows of equal prompts: the attended tokens before the response, and the images."""
-    prompts = batch.batch["input_ids"].where(batch.batch["attention_mask"].bool(), -1)
-    prompts = prompts[:, : -batch.batch["response_mask"].shape[1]]
+    T = batch.batch["response_mask"].shape[1]
+    prompts = batch.batch["input_ids"][:, :-T].where(batch.batch["attention_mask"][:, :-T].bool(), -1)
     if "multi_modal_hash" in batch.batch:
         prompts = torch.cat([prompts, batch.batch["multi_modal_hash"][:, None]], 1)
     return prompts.unique(dim=0, return_inverse=True)[1]
@@ -59,23 +61,35 @@ def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) ->
 
     Rows of equal prompts share them. If such a row has several sequences, they share their whole common beginning. A
     row of one sequence, or with images, shares no more than its prompt."""
-    ids, positions = batch.batch["input_ids"], text_positions(batch.batch["position_ids"])
-    attention, trained = batch.batch["attention_mask"].bool(), batch.batch["response_mask"].bool()
-    (B, L), T = ids.shape, trained.shape[1]
-    first = attention & (positions == 0)
-    prompt = attention[:, : L - T].sum(1).numpy()  # (B,)
-    alone = (first.sum(1) == 1) | ("multi_modal_hash" in batch.batch)  # (B,)
-    keys = (positions.long() << 32) + ids  # (B, L): equal for tokens that may be shared
-    keys[:, L - T :] = keys[:, L - T :].where(~alone[:, None], -1 - torch.arange(B * T).view(B, T))
-    if trained.any() and not whole:
-        attention = attention & _precedes_prediction(first, trained)
-        first &= attention
+    global _last
+    tensors = list(batch.batch.values())
+    key = share, whole, [(id(x), x._version) for x in tensors]
+    if key != _last[0]:
+        _last = key, tensors, _tree_of(batch, share, whole)
+    return _last[-1]
 
-    token = attention.flatten().numpy().nonzero()[0]
-    begin = first.flatten().numpy()[token].nonzero()[0]  # (S,): of each sequence in `token`
+
+def _tree_of(batch: DataProto, share: bool, whole: bool) -> PrefixTree:
+    ids, positions = batch.batch["input_ids"], text_positions(batch.batch["position_ids"])
+    attention, trained = batch.batch["attention_mask"].bool().numpy(), batch.batch["response_mask"].bool().numpy()
+    (B, L), T = ids.shape, trained.shape[1]
+    prompt = attention[:, : L - T].sum(1)  # (B,)
+    token = attention.ravel().nonzero()[0]
+    position = positions.flatten().numpy()[token]
+    begin = (position == 0).nonzero()[0]  # (S,): of each sequence in `token`
+    end = np.append(begin[1:], len(token))
     row = token[begin] // L  # (S,)
+    alone = (np.bincount(row, minlength=B) == 1) | ("multi_modal_hash" in batch.batch)  # (B,)
+    keys = (position << 32) + ids.flatten().numpy()[token]  # equal for tokens that may be shared
+    of_row = np.repeat(np.arange(B), attention.sum(1))  # of each token
+    keys = np.where(alone[of_row] & (token >= of_row * L + L - T), -1 - token, keys)
+    if trained.any() and not whole:
+        predicts = np.pad(trained, ((0, 0), (L - T - 1, 1))).ravel()[token]  # one place before
+        end = np.maximum.reduceat(np.where(predicts, np.arange(1, len(token) + 1), 0), begin)
+        begin, end, row = (x[end > 0] for x in (begin, end, row))
+
     group = prompt_groups(batch).numpy()[row] if share else np.arange(len(row))
-    sequences = np.split(keys.flatten().numpy()[token], begin[1:])
+    sequences = [keys[i:j] for i, j in zip(begin, end)]
     nodes = _nodes(sequences, group.tolist(), prompt[row].tolist())
     lengths = [node.end - node.start for node in nodes]
     above = [sum(lengths[i] for i in node.path[:-1]) for node in nodes]
@@ -95,14 +109,6 @@ def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) ->
         torch.from_numpy(np.concatenate([token[:0], *(token[at[i] :][: lengths[i]] for i in order)])),
         torch.from_numpy(place),
     )
-
-
-def _precedes_prediction(first: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
-    """(B, L) bool: whether this or a later position of its sequence predicts a trained token. first (B, L)."""
-    predicts = F.pad(trained, (first.shape[1] - trained.shape[1] - 1, 1)).flatten().nonzero()[:, 0]  # one place before
-    sequence = first.flatten().cumsum(0)  # (B * L,), from 1
-    last = torch.full((len(sequence) + 1,), -1).scatter_reduce(0, sequence[predicts], predicts, "amax")
-    return (torch.arange(len(sequence)) <= last[sequence]).view_as(first)
 
 
 def _kind(above: int, length: int) -> tuple[int, int]:

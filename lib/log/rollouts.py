@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -106,8 +107,9 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
     import pyarrow as pa
 
     t, columns, B = dict(batch.batch.items()), batch.non_tensor_batch, len(batch)
-    P = t["prompts"].shape[1]
-    in_prompt, in_response = t["attention_mask"].bool().split([P, t["responses"].shape[1]], 1)
+    masks = dict(zip("PT", t["attention_mask"].bool().tensor_split([t["prompts"].shape[1]], 1)))
+    places = {width: mask.flatten().nonzero()[:, 0] for width, mask in masks.items()}  # (N,): of all rows' tokens
+    ends = {width: [0, *mask.sum(1).cumsum(0).tolist()] for width, mask in masks.items()}  # of each row, in places
     if "log_probs" in t:
         t["ratio"] = (t["log_probs"] - t.get("old_log_probs", t["log_probs"])).clamp(-20, 20).exp()
 
@@ -116,24 +118,22 @@ def rollouts_table(step: int, batch: DataProto, tokenizer: PreTrainedTokenizerBa
             return texts(columns[key]) if type == pa.string() else pa.array(columns[key].tolist(), type)
         if key not in t:
             return pa.nulls(B, type if width == "B" else pa.list_(type))
-        values = t[key].float() if t[key].is_floating_point() else t[key]  # numpy has no bfloat16
-        if width == "B":
-            return pa.array(values.numpy()).cast(type)
-        where = in_prompt if width == "P" else in_response
-        ends = pa.array([0, *where.sum(1).cumsum(0).tolist()], pa.int32())
-        return pa.ListArray.from_arrays(ends, pa.array(values[where].numpy()).cast(type))
+        values = t[key] if width == "B" else t[key].flatten()[places[width]]
+        values = values.float() if values.is_floating_point() else values  # numpy has no bfloat16
+        array = pa.array(values.numpy()).cast(type)
+        return array if width == "B" else pa.ListArray.from_arrays(pa.array(ends[width], pa.int32()), array)
 
     def texts(values: Iterable[Any]) -> pa.Array:
         return pa.array([None if value is None else _utf8(value) for value in values], pa.string())
 
-    ids = [row[where].tolist() for row, where in zip(t["responses"], in_response)]
+    ids = np.split(t["responses"].flatten()[places["T"]].numpy(), ends["T"][1:-1])
     responses, tokens = zip(*token_texts(tokenizer, ids))
     in_group: dict = defaultdict(itertools.count)
     truths = [row["ground_truth"] for row in columns["reward_model"]]
     scored, scores = t["response_mask"].any(1).tolist(), t["token_level_scores"].sum(1).tolist()
     turns: list = [None] * B
     if "turn_rewards" in t:
-        rows = zip(t["responses"], t["response_mask"], t["turn_rewards"], in_response)
+        rows = zip(t["responses"], t["response_mask"], t["turn_rewards"], masks["T"])
         turns = [turns_of(ids[own], mask[own], rewards[own], tokenizer) for ids, mask, rewards, own in rows]
     call = pa.struct({"turn": pa.int32(), "tool": pa.string(), "reward": pa.float64()}.items())
     turn = {"by": pa.string(), "text": pa.string(), "tokens": pa.int32(), "reward": pa.float64()}
@@ -172,19 +172,19 @@ def _utf8(text: str) -> str:
 # ---- the text of each token ----------------------------------------------------------------------
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[list[int]]) -> list[tuple[str, list[str]]]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[np.ndarray]) -> list[tuple[str, list[str]]]:
     """For each row of token ids: (its text, with special tokens; the text of each token, which make it up). A
     character of several tokens stands at its last one."""
 
-    def decode(ids: list[int]) -> str:
+    def decode(ids: np.ndarray | list[int]) -> str:  # an array is read faster
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    alone = {token: decode([token]) for token in {token for ids in rows for token in ids}}
+    alone = {token: decode([token]) for token in np.unique(np.concatenate([*rows, np.empty(0, int)])).tolist()}
     results = []
     for ids in rows:
-        text, texts = decode(ids), [alone[token] for token in ids]
+        text, texts = decode(ids), [alone[token] for token in ids.tolist()]
         if "".join(texts) != text:  # a character of several tokens, or a token that depends on its context
-            texts = _in_context(decode, ids, text)
+            texts = _in_context(decode, ids.tolist(), text)
         results.append((text, texts))
     return results
 

@@ -26,7 +26,15 @@ from lib.data import (
 )
 from lib.data.balance import group_costs, longest_first
 from lib.data_proto import DataProto
-from lib.distributed import all_gather_lists, clip_grad_norm, full_tensor, make_mesh, shard_model, trainable_parameters
+from lib.distributed import (
+    World,
+    all_gather_lists,
+    clip_grad_norm,
+    full_tensor,
+    make_mesh,
+    shard_model,
+    trainable_parameters,
+)
 from lib.model import load_model, response_log_probs
 from lib.rollout import Rollouts, concat_rows
 from lib.rollout.stream import group_size_of
@@ -221,17 +229,27 @@ def local_batch(world, size=None) -> DataProto:
     return batch[n.reshape(-1, 2)[world.rank :: world.size].ravel()]
 
 
+def with_tools(batch: DataProto) -> DataProto:
+    """Columns that do not follow from tokens and lengths; the masks on the rank of row 0 alone."""
+    row = batch.batch["row"][:, None]
+    batch.batch["response_mask"][:, 1] *= row[:, 0] > 0
+    batch.batch["anchor_states"] = row * 2**40 + batch.batch["responses"]
+    batch.batch["rollout_log_probs"] = -batch.batch["anchor_states"].float()
+    return batch
+
+
 def balanced(world, path, mini_batches):
-    batch, model = local_batch(world), load_model(path)
+    batch, model = with_tools(local_batch(world)), load_model(path)
     size = len(batch) // mini_batches
     plan, metrics = balance_groups(batch, model, 2, mini_batches)
     moved = exchange_groups(batch, plan)
     one_a_group = exchange_groups(batch[::2], plan)
     assert one_a_group.batch["row"].tolist() == moved.batch["row"][::2].tolist()
-    assert moved.meta_info == {"rank": world.rank} and moved.batch.keys() == batch.batch.keys()
-    whole = groups_batch(SKEWED)
-    for i, row in enumerate(moved.batch["row"].tolist()):  # what belongs to a row stays with it
-        assert torch.equal(moved.batch["input_ids"][i], whole.batch["input_ids"][row])
+    assert moved.meta_info == {"rank": world.rank} and [*moved.batch.keys()] == [*batch.batch.keys()]
+    whole = with_tools(local_batch(World(0, 1, world.device)))[moved.batch["row"]]
+    for name, column in whole.batch.items():  # what belongs to a row stays with it
+        assert torch.equal(moved.batch[name], column) and moved.batch[name].dtype == column.dtype, name
+    for i, row in enumerate(moved.batch["row"].tolist()):
         assert moved.non_tensor_batch["uid"][i] == f"0-{row // 2}"
         assert moved.non_tensor_batch["messages"][i] == [{"content": f"\u00e9{row}"}] * (row % 3)
     costs = [sum(group_costs(part, model, 2, False)) for part in moved.split(size)]

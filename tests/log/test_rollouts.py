@@ -200,6 +200,7 @@ def test_the_texts_of_tokens_make_up_the_response(name, data):
     """Of random tokens too, many of which are pieces of characters that never come."""
     tokenizer = TOKENIZERS[name]
     rows = data.draw(st.lists(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30), max_size=3))
+    rows = [np.array(ids, np.int64) for ids in rows]
     for ids, (text, texts) in zip(rows, token_texts(tokenizer, rows), strict=True):
         assert "".join(texts) == text == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         assert len(texts) == len(ids)
@@ -214,7 +215,7 @@ PIECES = {  # (text, its tokens) of "the é€ t漢字😀<|end|>"
 @pytest.mark.parametrize("name", PIECES)
 def test_a_character_of_several_tokens_stands_at_its_last(name):
     ids = TOKENIZERS[name].encode("the é€ t漢字😀<|end|>", add_special_tokens=False)
-    [(_, texts)] = token_texts(TOKENIZERS[name], [ids])
+    [(_, texts)] = token_texts(TOKENIZERS[name], [np.array(ids)])
     assert texts == [text for piece, tokens in PIECES[name] for text in [""] * (tokens - 1) + [piece]]
 
 
