@@ -6,6 +6,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.one_server import share_fork_server
 from tests.parsers import keep_parsers
 from tests.restored import all_restored
 
@@ -56,6 +57,12 @@ def pytest_unconfigure():
 
 def pytest_runtest_setup():
     gc.enable()  # read_flags leaves it off, and a thousand tests without it fill the memory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_fork_server(request, tmp_path_factory):
+    if hasattr(request.config, "workerinput"):
+        share_fork_server(tmp_path_factory.getbasetemp().parent)
 
 
 @pytest.fixture(scope="module", autouse=True)
