@@ -1,8 +1,10 @@
 """What each run of tests.common.fork would do anew, done once in the server that they are forked from: late imports,
 and first calls that fill caches."""
 
+import importlib.metadata
 import json
 import tempfile
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +40,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 packages = [SimpleNamespace(name=package.name, version=package.version) for package in provenance.distributions()]
 provenance.distributions = lambda: packages  # a third of a short run's seconds
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # vLLM reads those of all packages an engine
 
 
 def draw_several_steps(metrics: Path, path: Path, title: str, draw=tracking.plot_curve) -> None:
