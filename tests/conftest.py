@@ -1,11 +1,15 @@
 """Tests take whatever sandbox the machine has; those of test_code.py skip a level that it has not."""
 
 import gc
+import importlib.metadata
 import os
+import sys
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.one_server import share_fork_server
 from tests.parsers import keep_parsers
 from tests.restored import all_restored
 
@@ -13,6 +17,7 @@ os.environ["PLAINRL_SANDBOX_LEVEL"] = "none"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a hundred processes would compile lib/ again
 gc.disable()  # imports make a million objects that stay: the collector takes a quarter of their time
 keep_parsers()
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # vLLM reads those of all packages an engine
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
@@ -47,8 +52,14 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=rank)
 
 
+MANY = 500  # modules
+frozen = 0
+
+
 def pytest_collection_finish():
+    global frozen
     gc.freeze()  # a collection need not look through what the imports made
+    frozen = len(sys.modules)
 
 
 def pytest_unconfigure():
@@ -57,6 +68,14 @@ def pytest_unconfigure():
 
 def pytest_runtest_setup():
     gc.enable()  # read_flags leaves it off, and a thousand tests without it fill the memory
+    if len(sys.modules) > frozen + MANY:  # vLLM, which collects explicitly with each engine
+        pytest_collection_finish()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_fork_server(request, tmp_path_factory):
+    if hasattr(request.config, "workerinput"):
+        share_fork_server(tmp_path_factory.getbasetemp().parent)
 
 
 @pytest.fixture(scope="module", autouse=True)

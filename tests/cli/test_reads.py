@@ -13,7 +13,6 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import dapo
 from lib import InputError, setup
@@ -75,13 +74,6 @@ def test_a_run_reads_the_columns_that_its_choices_declare():
 
 
 # ---- perturbed flags -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @cache

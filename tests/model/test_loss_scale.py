@@ -1,24 +1,14 @@
 """The loss scale of --compute-dtype float16."""
 
-import os
 from functools import partial
 
-import pytest
 import torch
-import torch.distributed as dist
 
 import grpo
 from lib import setup
-from lib.distributed import full_tensor, init_distributed
+from lib.distributed import full_tensor
 from lib.model.trained import LossScale
 from tests.common import parse_flags, rollout_batch
-
-
-@pytest.fixture
-def world(monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    yield init_distributed()
-    dist.destroy_process_group()
 
 
 def policy(world, dtype: str):

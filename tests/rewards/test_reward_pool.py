@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from lib import InputError
 from lib.data_proto import DataProto
@@ -1447,13 +1446,6 @@ def test_a_scorer_that_mixes_the_forms_is_refused(tmp_path):
 
 
 # ---- shadow scorers --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 SHADOWS = """

@@ -762,14 +762,15 @@ HOSTILE = [
 POWERS = ["9**9**9**9", "9^{9^{9^{9}}}", "9999999999!"]
 CODE = ["__import__('os').mkdir('ran')", "1 if __import__('os').mkdir('ran') else 2", "(lambda: open('ran', 'w'))()"]
 PROBE = """
-import importlib, json, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
-module, texts, truth, shapes = json.load(sys.stdin)
+import importlib, json, resource, sys, time
+module, texts, truths, shapes = json.load(sys.stdin)
 scorer = importlib.import_module("rewards." + module)
-for text in texts:
-    for shape in shapes:
-        score = scorer.compute_score("", shape % text, truth)["score"]
-        assert score in (-1.0, 0.0) or score < 0.5, (shape, text[:20], score)
+for truth in truths:
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 20, resource.RLIM_INFINITY))
+    for text in texts:
+        for shape in shapes:
+            score = scorer.compute_score("", shape % text, truth)["score"]
+            assert score in (-1.0, 0.0) or score < 0.5, (truth, shape, text[:20], score)
 print("done")
 """
 TRUTHS = {
@@ -785,15 +786,15 @@ TRUTHS = {
 }
 
 
-def probe(module, texts, truth, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</answer>", "Answer: %s", "#### %s")):
-    """20 s of a processor, which other work does not change, are many times what linear time takes, and far less than
-    what quadratic does."""
+def probe(module, texts, truths, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</answer>", "Answer: %s", "#### %s")):
+    """20 s of a processor for each truth, which other work does not change, are many times what linear time takes, and
+    far less than what quadratic does."""
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(
         command,
         cwd=cwd,
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        input=json.dumps([module, texts, truth, shapes]),
+        input=json.dumps([module, texts, truths, shapes]),
         capture_output=True,
         text=True,
         timeout=400,
@@ -803,21 +804,17 @@ def probe(module, texts, truth, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</a
 
 @pytest.mark.parametrize("module", sorted(TRUTHS))
 def test_hostile_texts_score_nothing_and_end(module, tmp_path):
-    probe(module, HOSTILE + CODE, TRUTHS[module], tmp_path)
+    """And huge powers are not computed: those that math_verify reads are below."""
+    powers = [] if module in ("math", "geometry3k") else POWERS
+    probe(module, HOSTILE + CODE + powers, [TRUTHS[module]], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("task", GYM_TASKS)
-def test_hostile_texts_and_reasoning_gym(task, tmp_path):
-    entry = reasoning_gym.create_dataset(task, seed=1, size=1)[0]
-    truth = json.dumps({"task": task, "task_kwargs": {}, "entry": dump_entry(entry)})
-    probe("reasoning_gym", HOSTILE + CODE, truth, tmp_path, shapes=["<answer>%s</answer>"])
+def test_hostile_texts_and_reasoning_gym(tmp_path):
+    entries = [(task, reasoning_gym.create_dataset(task, seed=1, size=1)[0]) for task in GYM_TASKS]
+    truths = [json.dumps({"task": task, "task_kwargs": {}, "entry": dump_entry(entry)}) for task, entry in entries]
+    probe("reasoning_gym", HOSTILE + CODE, truths, tmp_path, shapes=["<answer>%s</answer>"])
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("module", sorted(TRUTHS.keys() - {"math", "geometry3k"}))
-def test_huge_powers_are_not_computed(module, tmp_path):
-    probe(module, POWERS, TRUTHS[module], tmp_path)
 
 
 def test_huge_powers_end_with_math_verifys_limit():

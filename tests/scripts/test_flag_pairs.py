@@ -556,7 +556,7 @@ def shown(case: dict[str, str]) -> str:
 
 
 ALL = os.environ.get("PAIRS") == "all"
-FIRST = {"grpo": 60, "dapo": 25, "ppo": 20, "remax": 10}  # cases of the suite; allpairs begins with those of most pairs
+FIRST = {"grpo": 40, "dapo": 25, "ppo": 20, "remax": 10}  # cases of the suite; allpairs begins with those of most pairs
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -37,29 +37,28 @@ from tests.common import (
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """The default, cut to 12 of its 60 steps."""
+    """The default, cut to 10 of its 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
-    done = ran(fork("grpo", folder, "--run-name", "default", "--total-steps", "12", "--save-every", "6"))
+    done = ran(fork("grpo", folder, "--run-name", "default", "--total-steps", "10", "--save-every", "5"))
     return folder / "default", done.stdout
 
 
 def test_accuracy_rises_on_held_out_prompts(default_run):
-    """12 steps take greedy accuracy from 0.31 to 0.98 where it was measured (three seeds); 0.8 leaves room for other
-    roundings."""
+    """10 steps take greedy accuracy from 0.31 to 0.98 where it was measured; 0.8 leaves room for other roundings."""
     accuracy = [
         row["val/toy/arithmetic/mean@1"] for row in metrics(default_run[0]) if "val/toy/arithmetic/mean@1" in row
     ]
-    assert len(accuracy) == 4 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.8
+    assert len(accuracy) == 3 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.8
 
 
 def test_a_run_leaves_what_it_promises(default_run):
     run, printed = default_run
     assert "before" in printed and "after" in printed and str(run / "curve.png") in printed
-    assert json.loads((run / "config.json").read_text())["total_steps"] == 12
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_000006", "step_000012"]
+    assert json.loads((run / "config.json").read_text())["total_steps"] == 10
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_000005", "step_000010"]
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 4 * 256 and samples[0].keys() >= {"step", "prompt", "response", "score", "ground_truth"}
+    assert len(samples) == 3 * 256 and samples[0].keys() >= {"step", "prompt", "response", "score", "ground_truth"}
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert AutoTokenizer.from_pretrained(run / "model").chat_template
     assert sum(p.numel() for p in model.parameters()) == sum(
@@ -91,7 +90,7 @@ def test_every_metric_is_explained(default_run):
 def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_run):
     """1e-4 nats: the fp32 sampler and the fp32 trainer differ by some 1e-6 (docs/grpo.md)."""
     steps = [row for row in metrics(default_run[0]) if "reward/mean" in row]
-    assert [row["step"] for row in steps] == list(range(1, 13))
+    assert [row["step"] for row in steps] == list(range(1, 11))
     for row in steps:
         dropped = sum(v for k, v in row.items() if k.startswith("training/rows_dropped/"))
         assert row["training/rows_in"] == 256 == row["training/rows_trained"] + dropped
@@ -101,11 +100,12 @@ def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_ru
 def test_a_run_repeats_itself(default_run, tmp_path):
     """With another hash seed: a process of its own and a forked one."""
     first = metrics(default_run[0])[:4]  # the validation before, three steps
-    args = ["--save-every", "0", "--no-export-model", "--run-name", "run", "--total-steps", "3"]
-    ran(fork("grpo", tmp_path / "same", *args))
+    args = ["--save-every", "0", "--no-export-model", "--run-name", "run", "--total-steps"]
+    ran(fork("grpo", tmp_path / "same", *args, "3"))
     assert metrics(tmp_path / "same/run")[:4] == first
-    ran(fork("grpo", tmp_path / "other", *args, "--seed", "2"))
-    assert metrics(tmp_path / "other/run")[1:4] != first[1:]
+    ran(fork("grpo", tmp_path / "other", *args, "1", "--seed", "2", "--val-files", "none"))
+    [row] = metrics(tmp_path / "other/run")
+    assert row.keys() == first[1].keys() and row != first[1]
 
 
 # ---- vLLM ----------------------------------------------------------------------------------------

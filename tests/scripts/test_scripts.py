@@ -62,12 +62,12 @@ def constant_reward(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """default_run(script): the folder of its default run, cut to 7 of its 60 steps."""
+    """default_run(script): the folder of its default run, cut to 5 of its 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
 
     @functools.cache
     def run(script: str) -> Path:
-        ran(fork(script, folder, "--run-name", script, "--total-steps", "7"))
+        ran(fork(script, folder, "--run-name", script, "--total-steps", "5"))
         return folder / script
 
     return run
@@ -75,11 +75,11 @@ def default_run(tmp_path_factory):
 
 @pytest.mark.parametrize("script", SIBLINGS)
 def test_accuracy_rises_on_held_out_prompts(default_run, script):
-    """7 steps take greedy accuracy from 0.31 to 0.99 (ppo), 0.91 (remax), 0.98 (dapo) where it was measured; 0.8: other
+    """5 steps take greedy accuracy from 0.31 to 0.98 (ppo), 0.85 (remax), 0.98 (dapo) where it was measured; 0.7: other
     roundings."""
     rows = metrics(default_run(script))
     accuracy = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
-    assert len(accuracy) == 3 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.8
+    assert len(accuracy) == 2 and 0.2 <= accuracy[0] <= 0.4 and accuracy[-1] >= 0.7
 
 
 @pytest.mark.parametrize("script", SIBLINGS)
@@ -88,7 +88,7 @@ def test_a_run_leaves_what_it_promises(default_run, script):
     kept = {".lock", "checkpoints", "config.json", "curve.png", "metrics.jsonl", "model", "rollouts", "samples.jsonl"}
     assert files == kept | {"starts"}
     groups = {"ppo": 1, "remax": 1, "dapo": 8}[script]  # of one response, or eight
-    assert [*Counter(step for step, *_ in rollouts(default_run(script))).values()] == [groups] * 7
+    assert [*Counter(step for step, *_ in rollouts(default_run(script))).values()] == [groups] * 5
     assert AutoModelForCausalLM.from_pretrained(default_run(script) / "model").num_parameters() > 0
 
 
@@ -130,7 +130,7 @@ def test_validation_alone_closes_what_it_opened(tmp_path, script):
 @pytest.mark.parametrize("script", ["grpo", "dapo"])
 def test_no_number_depends_on_limits_that_no_row_reaches(tmp_path, script):
     """To the bit: tensors are as wide as the step's longest row, dapo.py's leftovers of earlier steps included."""
-    args = [*SMALL, "--total-steps", "3", "--val-every", "2", "--val-files", str(tmp_path / "val.jsonl")]
+    args = [*SMALL, "--total-steps", "2", "--val-every", "2", "--val-files", str(tmp_path / "val.jsonl")]
     args += ["--micro-batch-tokens", "9000"] + ["--overlong-buffer", "0"] * (script == "dapo")
     lines = (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:20]
     (tmp_path / "val.jsonl").write_text("\n".join(lines))
@@ -140,19 +140,20 @@ def test_no_number_depends_on_limits_that_no_row_reaches(tmp_path, script):
     small, large = (metrics(tmp_path / name) for name in ("small", "large"))
     assert small == large and max(row.get("response_length/max", 0) for row in small) < 30
     if script == "dapo":
-        assert any(row.get("training/rows_left_over") for row in small)
+        assert small[0]["training/rows_left_over"] > 0
 
 
 # ---- 1 rank and 2 --------------------------------------------------------------------------------
 
 IN_THE_REWARD = ["--kl-placement", "reward", "--kl-estimator", "k1", "--kl-target", "0.01", "--kl-horizon", "100"]
+ONCE = ["--update-epochs", "1"]
 ON_TWO_RANKS = {
-    "grpo": ("grpo", ["--adv-estimator", "grpo_batch_std"]),  # a deviation over all ranks
-    "grpo, LoRA": ("grpo", ["--lora-rank", "4", "--cpu-offload", "actor", "activations"]),
+    "grpo": ("grpo", ["--adv-estimator", "grpo_batch_std", *ONCE]),  # a deviation over all ranks
+    "grpo, LoRA": ("grpo", ["--lora-rank", "4", "--cpu-offload", "actor", "activations", *ONCE]),
     "ppo": ("ppo", IN_THE_REWARD),
-    "remax": ("remax", [*IN_THE_REWARD, "--reduce-each-micro-batch"]),
-    "dapo": ("dapo", ["--overlong-filtering", "--max-response-length", "10"]),
-    "ppo, several turns": ("ppo", TOOLS),
+    "remax": ("remax", [*IN_THE_REWARD, "--reduce-each-micro-batch", *ONCE]),
+    "dapo": ("dapo", ["--overlong-filtering", "--max-response-length", "10", *ONCE]),
+    "ppo, several turns": ("ppo", [*TOOLS, *ONCE]),
 }
 
 
@@ -217,7 +218,7 @@ OF_MEANS = ("actor/", "critic/", "advantages/", "returns/", "values/", "token_le
 
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
 def test_two_ranks_train_as_one(tmp_path, case):
-    """The same prompts, seeds and global mini-batches. 1e-3: eight updates of fp32 sums in another order; a token that
+    """The same prompts, seeds and global mini-batches. 1e-3: updates of fp32 sums in another order; a token that
     stands on the border of a clip may fall to its other side. Launchers: test_launch_files.py."""
     script, args = ON_TWO_RANKS[case]
     args = [*SMALL, *SEVERAL_UPDATES, "--save-rollouts", "all", *args]

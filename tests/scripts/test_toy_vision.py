@@ -162,13 +162,15 @@ def test_warm_up_learns_and_repeats_itself(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """flags(blank=False): those of a small run, on the held-out rows with their images or with white ones."""
+    """flags(blank=False, count=32): those of a small run, on held-out rows with their images or with white ones. Each
+    row is read, with its image, when a run starts."""
 
     @functools.cache
-    def flags(blank: bool = False) -> list[str]:
-        folder = tmp_path_factory.mktemp("rows")
-        toy_vision.write_rows(folder, blank)
-        files = [*("--train-files", str(folder / "val.jsonl")), *("--val-files", str(folder / "val.jsonl"))]
+    def flags(blank: bool = False, count: int = 32) -> list[str]:
+        file = tmp_path_factory.mktemp("rows") / "val.jsonl"
+        _, rows = toy_vision.make_rows(0, count, blank=blank)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = ["--train-files", str(file), "--val-files", str(file)]
         sizes = ["--prompts-per-step", "8", "--group-size", "4", "--micro-batch-tokens", "400"]
         return ["--model", str(MODEL), *files, *sizes, "--val-every", "0", "--no-val-before-train", "--save-every", "0"]
 
@@ -219,7 +221,7 @@ def test_the_image_decides_what_is_learnt(tmp_path, flags):
     accuracy = {}
     for blank in (False, True):
         sizes = ["--prompts-per-step", "32", "--group-size", "8", "--lr", "5e-4", "--micro-batch-tokens", "16384"]
-        args = [*flags(blank), *sizes, "--total-steps", "6", "--val-every", "6", "--val-before-train"]
+        args = [*flags(blank, 256), *sizes, "--total-steps", "6", "--val-every", "6", "--val-before-train"]
         done = ran(fork("grpo", tmp_path, *args, "--no-export-model", "--run-name", str(blank)))
         shown = re.findall(r"^images of sample \d: (.*)", done.stdout, re.M)
         assert len(shown) == 3 and all(Path(file).is_file() for file in shown)
@@ -268,7 +270,7 @@ def test_two_ranks_train_as_one(tmp_path, flags):
 @pytest.mark.slow
 def test_resumed_equals_never_interrupted(tmp_path, flags):
     """dapo.py also saves groups that are left over, with their images."""
-    args = [*flags(), "--save-every", "1", "--num-mini-batches", "2", "--group-size", "8"]
+    args = [*flags(count=256), "--save-every", "1", "--num-mini-batches", "2", "--group-size", "8"]
     ran(fork("dapo", tmp_path, *args, "--run-name", "whole", "--total-steps", "4"))
     for steps in ("2", "4"):
         args += ["--resume", "auto"] if steps == "4" else []
