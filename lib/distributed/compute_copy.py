@@ -125,7 +125,7 @@ class ComputeCopy:
         if bucket:
             yield bucket
 
-    def _padded(self, leaf: Parameter) -> int:
+    def _padded(self, leaf: torch.Tensor) -> int:
         """Elements of a rank's rows: as many on each, as of Shard(0) on the first."""
         return math.ceil(leaf.shape[0] / self.ranks) * math.prod(leaf.shape[1:])
 
