@@ -363,7 +363,7 @@ class _Run:
             model.optimizer.step()
             model.optimizer.zero_grad()
             states = model.optimizer.state.values()
-            trace.name(f"{prefix}weights", model.module.parameters())
+            trace.name(f"{prefix}weights", iter([*model.module.parameters(), *model.parameters]))
             trace.name(f"{prefix}Adam", (x for state in states for x in state.values()))
         trained = [model.module for model in models.values()]
         for module in self.traced.sharded:

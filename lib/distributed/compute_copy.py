@@ -7,6 +7,7 @@ after each update. At one rank, where the compute dtype is the masters', the lea
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class ComputeCopy:
     def __init__(self, model: Module, mesh: DeviceMesh, compute_dtype: torch.dtype):
         self.mesh, self.ranks = mesh, mesh.size()
         self.sync = True  # whether the next backward pass averages the gradients over ranks
-        self.masters: dict[Parameter, Parameter] = {}  # by leaf
+        self.masters: dict[Parameter, Any] = {}  # {leaf: parameter}, DTensors at several ranks
         self._sums: dict[Parameter, torch.Tensor] = {}  # gradients of each leaf, whole, in the master's dtype
 
         def leaf_of(master: Parameter) -> Parameter:
@@ -124,7 +125,7 @@ class ComputeCopy:
         if bucket:
             yield bucket
 
-    def _padded(self, leaf: Parameter) -> int:
+    def _padded(self, leaf: torch.Tensor) -> int:
         """Elements of a rank's rows: as many on each, as of Shard(0) on the first."""
         return math.ceil(leaf.shape[0] / self.ranks) * math.prod(leaf.shape[1:])
 

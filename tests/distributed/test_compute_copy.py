@@ -7,7 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import grpo
 import lib.distributed.compute_copy
+from lib import InputError
 from lib import model as models
 from lib.distributed import full_tensor, iter_full_params, make_mesh, reduce_metrics, shard_model, trainable_parameters
 from lib.distributed.compute_copy import copy_of
@@ -15,7 +17,9 @@ from lib.model import Critic, ForwardConfig, Policy, micro_batches
 from lib.rollout.weight_sync import weight_checksum
 from lib.run.checkpoint import load_checkpoint, save_checkpoint
 from lib.sampling import Sampling
-from tests.common import randomize_lora_b, rollout_batch, run_ranks, save_tiny
+from lib.setup import needs
+from planner.estimate import memory_savers
+from tests.common import parse_flags, randomize_lora_b, rollout_batch, run_ranks, save_tiny
 
 UPDATES, ROWS = 2, 12  # of each update
 
@@ -103,3 +107,25 @@ def test_updates_and_resumes_are_fsdp2s_bit_for_bit(tmp_path, size, kind, dtype)
     for same, resumed, has_copy, scale in found:
         assert same and resumed == [True, True]
         assert has_copy == ((size, dtype) != (1, FP32)) and (scale is not None) == (dtype == FP16)
+
+
+CUDA = torch.device("cuda")
+
+
+def test_auto_takes_zero1_where_flags_and_memory_allow_it(monkeypatch):
+    monkeypatch.setattr(needs, "on_first_rank", lambda act: act())
+    plain = parse_flags(grpo.Args, [])
+    for memory, sharding in ((80 << 30, "zero1"), (1 << 20, "fsdp2")):
+        monkeypatch.setattr(needs, "total_memory", lambda _, memory=memory: memory)
+        assert needs.get_sharding(plain, CUDA) == sharding
+    for flags in (["--reduce-each-micro-batch"], ["--cpu-offload", "ref"], ["--dp-replicate-size", "2"]):
+        args = parse_flags(grpo.Args, flags)
+        assert needs.get_sharding(args, CUDA) == needs.get_sharding(args, torch.device("cpu")) == "fsdp2"
+        with pytest.raises(InputError, match=f"--sharding zero1 does not work with {flags[0]}"):
+            parse_flags(grpo.Args, [*flags, "--sharding", "zero1"])
+    assert needs.get_sharding(parse_flags(grpo.Args, ["--no-memory-check"]), CUDA) == "zero1"  # one rank
+    assert needs.get_sharding(parse_flags(grpo.Args, ["--sharding", "fsdp2"]), CUDA) == "fsdp2"
+    forced = parse_flags(grpo.Args, ["--sharding", "zero1"])
+    assert (
+        memory_savers(forced, 8)[0].flag == "--sharding fsdp2" and "--sharding" not in memory_savers(plain, 8)[0].flag
+    )

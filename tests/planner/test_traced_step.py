@@ -34,7 +34,7 @@ CASES = {  # script, shape, tied, ranks, flags
     "whole gradients": ("grpo", "qwen2.5-1.5b", True, 8, ()),
     "checkpointing": ("grpo", "qwen2.5-7b", False, 16, ("--gradient-checkpointing", "--reduce-each-micro-batch")),
     "LoRA": ("grpo", "qwen2.5-1.5b", False, 1, ("--lora-rank", "16", "--rollout-engine", "http://host:1")),
-    "critic": ("ppo", "qwen2.5-1.5b", True, 8, ("--prompts-per-step", "512")),
+    "critic": ("ppo", "qwen2.5-1.5b", True, 8, ("--prompts-per-step", "512", "--sharding", "fsdp2")),
     "images": ("grpo", "qwen2.5-vl-3b", True, 8, IMAGES),
     "images, checkpointing": ("grpo", "qwen2.5-vl-3b", True, 8, (*IMAGES, "--gradient-checkpointing")),
 }
