@@ -475,27 +475,37 @@ def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
 
 def test_auto_takes_what_fits(tmp_path):
     """As few recomputed layers as fit. Where none has to be, micro-batches twice, four times, ... as large, until they
-    would not fit or are the whole update: 8 groups of 8 responses with 1,024 + 8 x 2,048 tokens."""
-    args = flags_of(save_tiny(tmp_path, num_hidden_layers=6), "--rollout-engine", "vllm")
+    would not fit or are the whole update: a rank has 8 groups of 1,024 + 8 x 2,048 tokens."""
+    flags = [
+        "--rollout-engine",
+        "vllm",
+        "--prompts-per-step",
+        "32",
+        "--max-prompt-length",
+        "1024",
+        "--max-response-length",
+        "2048",
+    ]
+    args = flags_of(save_tiny(tmp_path, num_hidden_layers=6), *flags)
 
-    def size(*flags: str, tokens: int = 16384, layers: int = 0) -> int:
-        given = flags_of(args.model.model, "--rollout-engine", "vllm", *flags)
+    def size(*more: str, tokens: int = 16384, layers: int = 0) -> int:
+        given = flags_of(args.model.model, *flags, *more)
         given.optimizer.auto_tokens, given.model.auto_recomputed = tokens, layers / 6
-        return math.ceil(worst_moment(memory_of(given, 16, 2**20))[1] / (1 - HEADROOM))
+        return math.ceil(worst_moment(memory_of(given, 4, 2**20))[1] / (1 - HEADROOM))
 
     sizes = [size(layers=layers) for layers in range(7)]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
     for layers in (1, 2, 3):
-        assert choose_auto(args, 16, sizes[layers] + 1)[:2] == (16384, layers / 6)
-    assert choose_auto(args, 16, 1)[:2] == (16384, 1)  # which is refused
+        assert choose_auto(args, 4, sizes[layers] + 1)[:2] == (16384, layers / 6)
+    assert choose_auto(args, 4, 1)[:2] == (16384, 1)  # which is refused
     large = size(tokens=65536)
-    assert choose_auto(args, 16, large + 1)[:2] == (65536, 0) and choose_auto(args, 16, large - 1)[:2] == (32768, 0)
-    assert choose_auto(args, 16, 80 * GIB)[:2] == (262144, 0)
+    assert choose_auto(args, 4, large + 1)[:2] == (65536, 0) and choose_auto(args, 4, large - 1)[:2] == (32768, 0)
+    assert choose_auto(args, 4, 80 * GIB)[:2] == (262144, 0)
     assert (args.optimizer.auto_tokens, args.model.auto_recomputed) == (16384, 0)
     args.optimizer.micro_batch_tokens, args.model.gradient_checkpointing = "auto", "on"
-    assert choose_auto(args, 16, size("--gradient-checkpointing", tokens=32768) + 1)[0] == 32768
+    assert choose_auto(args, 4, size("--gradient-checkpointing", tokens=32768) + 1)[0] == 32768
     args.optimizer.micro_batch_tokens, args.model.gradient_checkpointing = 16384, "auto"
-    assert choose_auto(args, 16, sizes[2] + 1).said.startswith("--gradient-checkpointing auto: 2 of 6 layers, by an")
+    assert choose_auto(args, 4, sizes[2] + 1).said.startswith("--gradient-checkpointing auto: 2 of 6 layers, by an")
 
 
 def test_flags_that_fit_and_a_model_that_cannot(tmp_path):
