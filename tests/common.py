@@ -60,6 +60,8 @@ VOCAB = 104
 
 
 def _on_rank(rank: int, fn: Callable, size: int, folder: str, args: tuple) -> None:
+    gc.freeze()  # a rank that finds a process group among what it inherited as garbage waits for its threads
+    gc.enable()
     torch.set_num_threads(1)
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # torch has no threads in a fork of a process that has had vLLM
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
@@ -71,11 +73,11 @@ def _on_rank(rank: int, fn: Callable, size: int, folder: str, args: tuple) -> No
 def run_ranks(size: int, fn: Callable, *args) -> list:
     """The results of `fn(world, *args)` in `size` forked ranks of one gloo group; a rank's exception is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        gc.freeze()  # a rank that finds a process group among what it inherited as garbage waits for its threads
+        gc.disable()  # until a rank has frozen what it inherits
         try:
             mp.start_processes(_on_rank, (fn, size, folder, args), nprocs=size, start_method="fork")
         finally:
-            gc.unfreeze()
+            gc.enable()
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -52,6 +53,7 @@ from tests.common import (
     environment,
     fork,
     full_disk,
+    launch,
     metrics,
     ran,
     rollouts,
@@ -708,8 +710,8 @@ def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path,
     """On one rank; on another rank than that which draws."""
     (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
     scorer = ["--reward", f"{tmp_path / 'same.py'}:score", "--run-name", "run", "--total-steps", "9"]
-    broken = breaks(tmp_path, rows=24 // ranks, rank=ranks - 1)
-    done = fork("grpo", tmp_path, *source[1], *broken, *scorer, ranks=ranks)
+    start = fork if ranks == 1 else functools.partial(launch, launcher=TORCHRUN)
+    done = start("grpo", tmp_path, *source[1], *breaks(tmp_path, rows=24 // ranks, rank=ranks - 1), *scorer)
     assert done.returncode == 1 and "the data break off" in done.stderr
     assert (tmp_path / "run/curve.png").read_bytes().startswith(b"\x89PNG")
     assert "note: equal scores in more than 90 % of the groups in " in done.stdout
