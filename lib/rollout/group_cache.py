@@ -1,7 +1,7 @@
-"""A KV cache that stores each prompt once for its group of responses, for the engine `hf`."""
+"""KV caches of the engine `hf`: with room for new tokens, and with each prompt stored once for its group."""
 
 import torch
-from einops import rearrange
+import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -9,7 +9,7 @@ from lib import InputError
 from lib.model import PACKED
 
 NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa"
-ROOM = 64  # tokens by which the buffers of a response's keys and values grow
+ROOM = 64  # tokens by which the buffers of keys and values grow
 
 
 class GroupCache(Cache):
@@ -17,7 +17,7 @@ class GroupCache(Cache):
     prompts: the cache that the prefill of the n prompts left; hidden (n, P): their padding; prompt_of_row (R,)."""
 
     def __init__(self, prompts: DynamicCache, hidden: torch.Tensor, prompt_of_row: torch.Tensor):
-        super().__init__(layers=[GroupLayer(layer) for layer in prompts.layers])
+        super().__init__(layers=[GroupLayer(layer, prompt_of_row) for layer in prompts.layers])
         self.hidden = hidden if hidden.any() else None
         # transformers passes a 4-D mask on as it is; without a mask it would build one
         self.inputs = {"attention_mask": torch.empty(1, 1, 1, 1, device=hidden.device), "group_cache": self}
@@ -49,30 +49,53 @@ class GroupCache(Cache):
             why = f"{type(module).__name__} attends to other keys than it caches"
             raise InputError(f"--rollout-engine hf: {why}: {NOT_GROUPED}")
         _, H_kv, t, _ = key.shape
-        q = rearrange(query.float(), "r (k g) 1 d -> r k g d", k=H_kv)
+        q = query.float().reshape(len(query), H_kv, -1, query.shape[-1])
         q = q * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         out, lse = _attend(q, key[:, :, -layer.window :], value[:, :, -layer.window :])  # (R, H_kv, H / H_kv, D)
         seen = min(layer.prompt_keys.shape[2], layer.window - t)  # prompt tokens inside the window
         if seen > 0:
             hidden = None if self.hidden is None else self.hidden[:, None, None, -seen:]
-            groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy(0, self.slot, q)
-            groups = rearrange(groups, "(n rows) k g d -> n k (rows g) d", n=self.prompts)
+            groups = q.new_zeros(self.prompts * self.largest, *q.shape[1:]).index_copy_(0, self.slot, q)
+            groups = groups.unflatten(0, (self.prompts, -1)).transpose(1, 2).flatten(2, 3)  # (n, H_kv, rows, D)
             of_prompt = _attend(groups, layer.prompt_keys[:, :, -seen:], layer.prompt_values[:, :, -seen:], hidden)
-            by_row = (rearrange(x, "n k (rows g) d -> (n rows) k g d", rows=self.largest) for x in of_prompt)
-            prompt_out, prompt_lse = (x[self.slot] for x in by_row)
+            by_slot = (x.unflatten(2, (self.largest, -1)).transpose(1, 2).flatten(0, 1) for x in of_prompt)
+            prompt_out, prompt_lse = (x.index_select(0, self.slot) for x in by_slot)
             out = torch.lerp(out, prompt_out, (prompt_lse - lse).sigmoid())
-        return rearrange(out, "r k g d -> r 1 (k g) d").to(query.dtype)
+        return out.flatten(1, 2)[:, None].to(query.dtype)
 
 
-class GroupLayer(DynamicLayer):
-    """A layer of GroupCache. The responses' keys and values (R, H_kv, t, D) are the filled part of buffers. These grow
-    by ROOM tokens at a time, so that not every new token copies them all."""
+class GrowingLayer(DynamicLayer):
+    """Its keys and values (R, H_kv, t, D) are the filled part of buffers. These grow by ROOM tokens at a time, so that
+    not every new token copies them all."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, prompts: DynamicLayer):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
         super().__init__()
+        self.keys, self.values, self.is_initialized = keys, values, True
+        self._buffers: tuple[torch.Tensor, ...] = (keys, values)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        t = self.keys.shape[-2]
+        if t == self._buffers[0].shape[-2]:
+            self._buffers = tuple(F.pad(buffer, (0, 0, 0, ROOM)) for buffer in self._buffers)
+        for buffer, new in zip(self._buffers, (key_states, value_states)):
+            buffer[..., t : t + 1, :] = new
+        self.keys, self.values = (buffer[..., : t + 1, :] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def reorder_cache(self, indices: torch.Tensor) -> None:
+        t = self.keys.shape[-2]
+        self._buffers = tuple(buffer.index_select(0, indices) for buffer in self._buffers)
+        self.keys, self.values = (buffer[..., :t, :] for buffer in self._buffers)
+
+
+class GroupLayer(GrowingLayer):
+    """A layer of GroupCache: the keys and values of the responses."""
+
+    def __init__(self, prompts: DynamicLayer, prompt_of_row: torch.Tensor):
+        super().__init__(*(own[:, :, :0][prompt_of_row] for own in (prompts.keys, prompts.values)))
         self.prompt_keys, self.prompt_values = prompts.keys, prompts.values  # (n, H_kv, P, D)
         self.window = getattr(prompts, "sliding_window", 1 << 30)  # tokens
         self.attended = True
@@ -81,20 +104,7 @@ class GroupLayer(DynamicLayer):
         if not self.attended:
             raise InputError(f"--rollout-engine hf: the model's attention takes no keyword arguments: {NOT_GROUPED}")
         self.attended = False
-        t, new = self.get_seq_length(), (key_states, value_states)
-        if t % ROOM == 0:
-            room = [own.new_empty(*own.shape[:2], ROOM, own.shape[3]) for own in new]
-            self._buffers = [torch.cat(pair, 2) for pair in zip((self.keys, self.values), room)] if t else room
-            self.is_initialized = True
-        for buffer, own in zip(self._buffers, new):
-            buffer[:, :, t : t + 1] = own
-        self.keys, self.values = (buffer[:, :, : t + 1] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def reorder_cache(self, indices: torch.Tensor) -> None:
-        if t := self.get_seq_length():
-            self._buffers = [buffer[indices] for buffer in self._buffers]
-            self.keys, self.values = (buffer[:, :, :t] for buffer in self._buffers)
+        return super().update(key_states, value_states)
 
 
 def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:

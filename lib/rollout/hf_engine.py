@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from lib import InputError
 from lib.core_algos import splitmix64
@@ -17,7 +19,7 @@ from lib.model import NEVER, SAMPLED_BY_HF, carries_state, least_kept, log_probs
 from lib.model.routing import chosen_experts
 from lib.model.vision import cache_keyword, images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, row_limits, stop_token_ids
-from lib.rollout.group_cache import GroupCache, can_group
+from lib.rollout.group_cache import GroupCache, GrowingLayer, can_group
 from lib.rollout.weight_sync import weight_checksum
 from lib.sampling import Sampling
 
@@ -107,10 +109,14 @@ class HFEngine(SteppedEngine):
             cache = GroupCache(cache, mask == 0, prompt_of_row)
         else:
             cache.reorder_cache(prompt_of_row)
+            for i, layer in enumerate(cache.layers):
+                if type(layer) is DynamicLayer and layer.is_initialized:
+                    cache.layers[i] = GrowingLayer(layer.keys, layer.values)
         seen = None
         if sampling.repetition_penalty != 1:  # (R, V): the tokens that each row has
             seen = torch.zeros_like(logits, dtype=torch.long).scatter_add_(1, ids, mask)[prompt_of_row] > 0
-        logits, mask = logits[prompt_of_row], mask[prompt_of_row]
+        attended = None if grouped or mask.all() else mask[prompt_of_row]  # (R, P + t), of rows with padding
+        logits = logits[prompt_of_row]
         position = positions.amax(1, keepdim=True)[prompt_of_row]
 
         tokens, log_probs = [], []  # (R,) at each t
@@ -119,30 +125,34 @@ class HFEngine(SteppedEngine):
         for t in range(int(limits.max())):
             if seen is not None:
                 logits = penalise(logits, seen, sampling.repetition_penalty)
-            token, log_prob = sample_tokens(logits, sampling, seeds[rows], t)
-            tokens.append(torch.full_like(lengths, self.pad_token_id).index_copy(0, rows, token))
-            log_probs.append(log_prob.new_zeros(len(seeds)).index_copy(0, rows, log_prob))
-            stops = torch.isin(token, stop_ids) | self._stop_strings(sampling.stop, tokens, rows)
-            stopped[rows], lengths[rows] = stops, t + 1
+            token, log_prob = sample_tokens(logits, sampling, seeds, t)
+            tokens.append(torch.full_like(lengths, self.pad_token_id).index_copy_(0, rows, token))
+            log_probs.append(log_prob.new_zeros(len(lengths)).index_copy_(0, rows, log_prob))
+            stops = torch.isin(token, stop_ids)
+            if sampling.stop:
+                stops |= self._stop_strings(sampling.stop, tokens, rows)
 
-            running = ~stops & (limits[rows] > t + 1)
-            if not running.any():
-                break
+            running = ~stops & (limits > t + 1)
             if not running.all():
+                stopped[rows], lengths[rows] = stops, t + 1  # final in the rows that end
                 keep = running.nonzero()[:, 0]
-                rows, token, mask, position = rows[keep], token[keep], mask[keep], position[keep]
-                seen = None if seen is None else seen[keep]
+                if not len(keep):
+                    break
+                rows, seeds, limits, token, position = (x[keep] for x in (rows, seeds, limits, token, position))
+                attended, seen = (None if x is None else x[keep] for x in (attended, seen))
                 cache.reorder_cache(keep)
 
+            position = position + 1
             if seen is not None:
                 seen.scatter_(1, token[:, None], True)
-            mask, position = torch.cat([mask, mask.new_ones(len(rows), 1)], 1), position + 1
-            inputs = cache.inputs if grouped else {"attention_mask": mask}
+            if attended is not None:
+                attended = F.pad(attended, (0, 1), value=1)
+            inputs = cache.inputs if grouped else {"attention_mask": attended}
             inputs = inputs | {self._cache_keyword: cache}
             logits = self.model(input_ids=token[:, None], position_ids=position, **inputs).logits[:, -1]
             if routes:
                 new = chosen_experts(self.model)
-                routes.append(new.new_full((len(seeds), *new.shape[1:]), -1).index_copy(0, rows, new))
+                routes.append(new.new_full((len(lengths), *new.shape[1:]), -1).index_copy(0, rows, new))
 
         columns = (torch.stack(tokens, 1), torch.stack(log_probs, 1), lengths, stopped)  # (R, t), t of the longest
         found = zip(*(column.tolist() for column in columns))
@@ -165,8 +175,6 @@ class HFEngine(SteppedEngine):
 
     def _stop_strings(self, stop: tuple[str, ...], tokens: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """(len(rows),) bool: whose last token completes a stop string. tokens: (R,) at each t."""
-        if not stop:
-            return torch.zeros_like(rows, dtype=torch.bool)
         # in tokens: each has at least one byte, and the first loses a space
         longest = max(len(text.encode()) for text in stop) + 1
         tails = torch.stack(tokens[-longest:], 1)[rows]
