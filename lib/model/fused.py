@@ -18,6 +18,8 @@ from transformers.models.llama import modeling_llama as llama
 
 from lib.model.rotary import rotate
 
+ROTARY = {fn.__name__: fn for fn in (llama.apply_rotary_pos_emb, llama.rotate_half)}  # before they are replaced
+
 
 def fuse(model: PreTrainedModel) -> None:
     """In place, after `shard_model`. FSDP2 places weights itself, so that it has a product for each layer."""
@@ -45,7 +47,7 @@ def _same(fn, other: Callable) -> bool:
 
 def _fuse_rotary(names: dict) -> None:
     """names: of a module of transformers. For all its models; on a CPU they compute as before."""
-    if all(_same(names.get(name), getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")):
+    if all(_same(names.get(name), fn) for name, fn in ROTARY.items()):
         names["apply_rotary_pos_emb"] = partial(rotate, names["apply_rotary_pos_emb"])
 
 
