@@ -1,7 +1,6 @@
-"""KV caches of the engine `hf`: with room for new tokens, and with each prompt stored once for its group."""
+"""A KV cache that stores each prompt once for its group of responses, for the engine `hf`."""
 
 import torch
-import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -9,7 +8,7 @@ from lib import InputError
 from lib.model import PACKED
 
 NOT_GROUPED = "rollouts cannot share its prompts; set --attn-implementation sdpa"
-ROOM = 64  # tokens by which the buffers of keys and values grow
+ROOM = 64  # tokens by which the buffers of a response's keys and values grow
 
 
 class GroupCache(Cache):
@@ -17,7 +16,7 @@ class GroupCache(Cache):
     prompts: the cache that the prefill of the n prompts left; hidden (n, P): their padding; prompt_of_row (R,)."""
 
     def __init__(self, prompts: DynamicCache, hidden: torch.Tensor, prompt_of_row: torch.Tensor):
-        super().__init__(layers=[GroupLayer(layer, prompt_of_row) for layer in prompts.layers])
+        super().__init__(layers=[GroupLayer(layer) for layer in prompts.layers])
         self.hidden = hidden if hidden.any() else None
         # transformers passes a 4-D mask on as it is; without a mask it would build one
         self.inputs = {"attention_mask": torch.empty(1, 1, 1, 1, device=hidden.device), "group_cache": self}
@@ -64,38 +63,15 @@ class GroupCache(Cache):
         return out.flatten(1, 2)[:, None].to(query.dtype)
 
 
-class GrowingLayer(DynamicLayer):
-    """Its keys and values (R, H_kv, t, D) are the filled part of buffers. These grow by ROOM tokens at a time, so that
-    not every new token copies them all."""
+class GroupLayer(DynamicLayer):
+    """A layer of GroupCache. The responses' keys and values (R, H_kv, t, D) are the filled part of buffers. These grow
+    by ROOM tokens at a time, so that not every new token copies them all."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+    def __init__(self, prompts: DynamicLayer):
         super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, True
-        self._buffers: tuple[torch.Tensor, ...] = (keys, values)
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        t = self.keys.shape[-2]
-        if t == self._buffers[0].shape[-2]:
-            self._buffers = tuple(F.pad(buffer, (0, 0, 0, ROOM)) for buffer in self._buffers)
-        for buffer, new in zip(self._buffers, (key_states, value_states)):
-            buffer[..., t : t + 1, :] = new
-        self.keys, self.values = (buffer[..., : t + 1, :] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def reorder_cache(self, indices: torch.Tensor) -> None:
-        t = self.keys.shape[-2]
-        self._buffers = tuple(buffer.index_select(0, indices) for buffer in self._buffers)
-        self.keys, self.values = (buffer[..., :t, :] for buffer in self._buffers)
-
-
-class GroupLayer(GrowingLayer):
-    """A layer of GroupCache: the keys and values of the responses."""
-
-    def __init__(self, prompts: DynamicLayer, prompt_of_row: torch.Tensor):
-        super().__init__(*(own[:, :, :0][prompt_of_row] for own in (prompts.keys, prompts.values)))
         self.prompt_keys, self.prompt_values = prompts.keys, prompts.values  # (n, H_kv, P, D)
         self.window = getattr(prompts, "sliding_window", 1 << 30)  # tokens
         self.attended = True
@@ -104,7 +80,20 @@ class GroupLayer(GrowingLayer):
         if not self.attended:
             raise InputError(f"--rollout-engine hf: the model's attention takes no keyword arguments: {NOT_GROUPED}")
         self.attended = False
-        return super().update(key_states, value_states)
+        t, new = self.get_seq_length(), (key_states, value_states)
+        if t % ROOM == 0:
+            room = [own.new_empty(*own.shape[:2], ROOM, own.shape[3]) for own in new]
+            self._buffers = [torch.cat(pair, 2) for pair in zip((self.keys, self.values), room)] if t else room
+            self.is_initialized = True
+        for buffer, own in zip(self._buffers, new):
+            buffer[:, :, t : t + 1] = own
+        self.keys, self.values = (buffer[:, :, : t + 1] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def reorder_cache(self, indices: torch.Tensor) -> None:
+        if t := self.get_seq_length():
+            self._buffers = [buffer[indices] for buffer in self._buffers]
+            self.keys, self.values = (buffer[:, :, :t] for buffer in self._buffers)
 
 
 def can_group(model: PreTrainedModel, cache: DynamicCache) -> bool:

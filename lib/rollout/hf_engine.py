@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
 
 from lib import InputError
 from lib.core_algos import splitmix64
@@ -19,7 +18,7 @@ from lib.model import NEVER, SAMPLED_BY_HF, carries_state, least_kept, log_probs
 from lib.model.routing import chosen_experts
 from lib.model.vision import cache_keyword, images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, row_limits, stop_token_ids
-from lib.rollout.group_cache import GroupCache, GrowingLayer, can_group
+from lib.rollout.group_cache import GroupCache, can_group
 from lib.rollout.weight_sync import weight_checksum
 from lib.sampling import Sampling
 
@@ -109,9 +108,6 @@ class HFEngine(SteppedEngine):
             cache = GroupCache(cache, mask == 0, prompt_of_row)
         else:
             cache.reorder_cache(prompt_of_row)
-            for i, layer in enumerate(cache.layers):
-                if type(layer) is DynamicLayer and layer.is_initialized:
-                    cache.layers[i] = GrowingLayer(layer.keys, layer.values)
         seen = None
         if sampling.repetition_penalty != 1:  # (R, V): the tokens that each row has
             seen = torch.zeros_like(logits, dtype=torch.long).scatter_add_(1, ids, mask)[prompt_of_row] > 0
