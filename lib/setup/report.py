@@ -73,7 +73,7 @@ def choose_by_memory(args: ScriptArgs, world: World) -> dict[str, Any]:
         optimizer.auto_tokens, model.auto_recomputed = chosen.tokens, chosen.recomputed
         if world.rank == 0:
             print(chosen.said, flush=True)
-    share = {0: "off", 1: "on"}.get(model.recomputed, f"{model.recomputed:.3g} of the layers")
+    share = {0.0: "off", 1.0: "on"}.get(model.recomputed, f"{model.recomputed:.3g} of the layers")
     return {"micro_batch_tokens": optimizer.micro_batch_limit, "gradient_checkpointing": share}
 
 
