@@ -180,7 +180,7 @@ def scheduler(world, repeats: int) -> dict[str, dict]:
     T, found = 32, {}
     with tempfile.TemporaryDirectory() as folder:
         settings = {"folder": Path(folder), "max_length": 64, "dtype": torch.float32, "gpu_memory": 0.3}
-        engine = make_engine("vllm", model, tokenizer, vllm_kwargs={"max_num_seqs": 1024}, **settings)
+        engine = make_engine("vllm", model, tokenizer, more={"max_num_seqs": 1024}, **settings)
         sync_weights(engine, model, 0, tolerance=1e-3)
         engine.stop_ids = []  # no row ends early
         llm, core = engine.llm.llm_engine, engine.llm.llm_engine.engine_core.engine_core

@@ -67,7 +67,7 @@ def test_columns_of_a_step_are_in_the_table(case, tmp_path):
 
 def test_code_reads_columns_of_the_table():
     of_batch = re.compile(r'\b(?:batch|non_tensor_batch|micro|t)(?:\.get\(|\[)"(\w+)"')
-    others = {"rank", "scores", "ratio"}  # of packing's exchange, a reward model's answers, the samples
+    others = {"rank", "_lengths", "scores", "ratio"}  # of two exchanges, a reward model's answers, the samples
     scripts = [ROOT / f"{name}.py" for name in ("grpo", "ppo", "remax", "dapo")]
     files = [*scripts, *(p for room in ("lib", "agent", "servers", "planner") for p in (ROOT / room).rglob("*.py"))]
     for file in files:

@@ -212,7 +212,7 @@ def of_floats(value) -> bool:
     return isinstance(value, list) and any(isinstance(number, float) for number in value)
 
 
-PROBS_DIFF = "training/rollout_probs_diff"  # of float32 sums in another order
+PROBS_DIFF = "training/rollout_probs_diff"  # of float32 sums in another order: itself 1e-7 to 1e-5
 OF_MEANS = ("actor/", "critic/", "advantages/", "returns/", "values/", "token_level_rewards/", PROBS_DIFF)
 
 
@@ -230,7 +230,8 @@ def test_two_ranks_train_as_one(tmp_path, case):
         assert two.keys() == one.keys()
         for key in one:
             if key.startswith(OF_MEANS) and "clipfrac" not in key:
-                assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
+                rounding = 1e-5 if key.startswith(PROBS_DIFF) else 1e-6
+                assert two[key] == pytest.approx(one[key], rel=1e-3, abs=rounding), key
             elif key.startswith(("reward/", "response_length/", "prompt_length/", "training/", "agent/turns")):
                 assert two[key] == one[key], key
     ours, theirs = rollouts(tmp_path / "two"), rollouts(tmp_path / "one")
