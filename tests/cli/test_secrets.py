@@ -6,6 +6,7 @@ import os
 import shlex
 import stat
 import subprocess
+import textwrap
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
@@ -188,6 +189,7 @@ WRITTEN = {
     "url": lambda secret: quote(secret, safe=""),
     "form": quote_plus,
     "url in url": lambda secret: quote(quote(secret)),
+    "indented": lambda secret: textwrap.indent(secret, "    "),
 }
 
 
@@ -215,7 +217,9 @@ def test_a_secret_is_redacted_however_it_is_written(form, secret, before, after)
 
 
 def test_each_line_of_a_secret_is_redacted(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"DEPLOY_KEY": PEM})
+    monkeypatch.setattr(os, "environ", {"DEPLOY_KEY": PEM, "API_KEY": KEY})
+    wrapped = textwrap.fill(f"Incorrect API key provided: {KEY} (401)", 20)
+    assert " ".join(redact(wrapped).split()) == "Incorrect API key provided: *** (401)"
     logged = "".join(f"12:00 stderr: {line}\n" for line in PEM.splitlines())
     assert redact(logged).count("***") == 5 and "MIIE" not in redact(logged)
 
