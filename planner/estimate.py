@@ -53,17 +53,23 @@ def gpu_here() -> Gpu:
 def memory_of(args: ScriptArgs, ranks: int, gpu: int) -> Moments:
     """What estimate_memory says of these flags. gpu: the bytes that a GPU has."""
     shard = args.shard
-    sharding = shard.auto_sharding if shard.sharding == "auto" else shard.sharding
-    if not sharding:
-        sharding = "zero1" if not shard.needs_fsdp2() and zero1_fits(args, ranks, gpu) else "fsdp2"
-    return _memory_of(args, ranks, gpu, sharding == "zero1")
+    sharding = shard.chosen
+    if shard.sharding == "auto" and shard.needs_fsdp2():  # a flag that was added after the choice
+        sharding = "fsdp2"
+    zero1 = sharding == "zero1" if sharding else zero1_fits(args, ranks, gpu)
+    return _memory_of(args, ranks, gpu, zero1)
 
 
 def zero1_fits(args: ScriptArgs, ranks: int, gpu: int) -> bool:
+    """With the smallest micro-batches, and all layers recomputed, that auto may choose."""
+    args = copy.deepcopy(args)
+    args.optimizer.auto_tokens, args.model.auto_recomputed = least_micro_batch(args), 1.0
     return fits(_memory_of(args, ranks, gpu, zero1=True), gpu)
 
 
 def _memory_of(args: ScriptArgs, ranks: int, gpu: int, zero1: bool) -> Moments:
+    if planner.traces and accelerator() is None:
+        register_fake_gpu()  # torch counts accelerators at a process's first backward pass, as the estimate has
     model, shard, rollout, sizes = args.model, args.shard, args.rollout, step_sizes(args, ranks)
     dtype = get_compute_dtype(model.compute_dtype, ESTIMATED)
     one_micro_batch = sizes.local_mini_batch_rows * row_tokens(args) <= args.optimizer.micro_batch_limit
@@ -138,7 +144,8 @@ def refuse_what_does_not_fit(args: ScriptArgs, ranks: int, gpu: int) -> None:
         changed = copy.deepcopy(args)
         for saver in savers:
             setattr(getattr(changed, saver.group), saver.name, saver.value)
-        return fits(memory_of(changed, ranks, gpu), gpu)
+        possible = changed.shard.sharding != "zero1" or not changed.shard.needs_fsdp2()
+        return possible and fits(memory_of(changed, ranks, gpu), gpu)
 
     savers = memory_savers(args, ranks)
     enough = next((savers[: n + 1] for n in range(len(savers)) if fit(savers[: n + 1])), [])
@@ -166,8 +173,6 @@ def choose_auto(args: ScriptArgs, ranks: int, gpu: int) -> Chosen:
     """By the estimate for `ranks` GPUs of `gpu` bytes: as few recomputed layers as let micro-batches of
     `least_micro_batch` fit. If none has to be, twice as many tokens as long as they fit and an update has more: more
     tokens hide the host's time. By doubling, so that a small change of the estimate does not change micro-batches."""
-    if planner.traces and accelerator() is None:
-        register_fake_gpu()  # torch counts accelerators at a process's first backward pass, as the estimate has
     args = copy.deepcopy(args)
     model, optimizer = args.model, args.optimizer
     optimizer.auto_tokens = least_micro_batch(args)
@@ -211,7 +216,7 @@ def memory_savers(args: ScriptArgs, ranks: int) -> list[Saver]:
     having = {"critic": args.critic_model is not None, "ref": args.kl_coef, "reward_model": args.reward.reward_model}
     models = ["actor", *(name for name, there in having.items() if there)]
     savers = [
-        *([Saver("--sharding fsdp2", "shard", "sharding", "fsdp2")] if args.shard.sharding == "zero1" else []),
+        *([Saver("--sharding fsdp2", "shard", "sharding", "fsdp2")] if args.shard.chosen == "zero1" else []),
         Saver("--reduce-each-micro-batch", "shard", "reduce_each_micro_batch", True),
         Saver(f"--micro-batch-tokens {tokens}", "optimizer", "micro_batch_tokens", tokens),
         Saver("--gradient-checkpointing", "model", "gradient_checkpointing", "on"),

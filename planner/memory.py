@@ -33,7 +33,7 @@ Adam. What is offloaded counts in the moment "host", which is the host's memory.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -151,12 +151,15 @@ def estimate_memory(step: StepSettings) -> Moments:
                     parts.pop(name, None)
     else:
         moments["optimizer"] = dict(gradients)
+        largest = max(p.numel() for model in trained.values() for p in model.parameters())
         if step.zero1 and step.ranks > 1:
-            largest = max(p.numel() for model in trained.values() for p in model.parameters())
             moments["optimizer"]["gathered weights"] = step.compute_dtype.itemsize * largest
+            moments["reduction"] = _gradient_parts(replace(step, accumulation="whole"), trained)[1]
         if step.offload_optimizer:
-            host |= {name: held.pop(name) for name in [*held] if name.endswith("Adam")}
-            moments["optimizer"]["Adam"] = 2 * BUCKET_BYTES
+            adam = {name: held.pop(name) for name in [*held] if name.endswith("Adam")}
+            host |= adam
+            moments["optimizer"]["Adam"] = 2 * (BUCKET_BYTES + 4 * largest // step.ranks)
+            moments["resume"] = gradients | adam  # a checkpoint is loaded to the device first
         moments = {moment: held | parts for moment, parts in moments.items()}
     return moments | {"host": host} if host else moments
 

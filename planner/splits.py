@@ -168,7 +168,7 @@ class _Planner:
 def with_split(args: ScriptArgs, rollout_gpus: int, engine_gpus: int, level: int) -> ScriptArgs:
     """The flags with this split. Raises InputError if they are not valid."""
     changed = copy.deepcopy(args)
-    rollout = changed.rollout
+    changed.shard.auto_sharding, rollout = "", changed.rollout
     rollout.rollout_gpus = rollout_gpus
     rollout.rollout_engine = args.rollout.rollout_engine if rollout.starts_vllm else "vllm"
     rollout.rollout_tensor_parallel_size, rollout.async_level = engine_gpus, level

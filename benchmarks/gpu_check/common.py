@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from benchmarks.gpu_check.rows import ROOT, Options
 from lib.data_proto import DataProto
-from lib.distributed import World, init_distributed, make_mesh, shard_model
+from lib.distributed import World, init_distributed, make_mesh, reduce_gradients, shard_model
 from lib.model import response_log_probs
 from lib.model.load import LoadOptions, _prepare
 from lib.model.log_probs import token_log_probs
@@ -38,9 +38,9 @@ def random_model(
     return _prepare(model, set(), config.model_type, token_log_probs, how)
 
 
-def sharded(model: PreTrainedModel) -> PreTrainedModel:
+def sharded(model: PreTrainedModel, zero1: bool = False) -> PreTrainedModel:
     """On one rank, computing in bf16."""
-    return shard_model(model, make_mesh(the_world()), torch.bfloat16)
+    return shard_model(model, make_mesh(the_world()), torch.bfloat16, zero1=zero1)
 
 
 @cache
@@ -83,4 +83,5 @@ def equal_rows(tokens: int, count: int, model: PreTrainedModel, device: torch.de
 def backward(model: PreTrainedModel, batch: DataProto, **options) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs, entropy = response_log_probs(model, batch, 1.0, **options)
     (log_probs.sum() + 0.1 * entropy.sum()).backward()
+    reduce_gradients(model)
     return log_probs.detach(), entropy.detach()

@@ -15,8 +15,7 @@ from benchmarks.gpu_check.common import TOY_MODEL, random_batch, random_model, s
 from benchmarks.gpu_check.measure import kernels_of, timed
 from benchmarks.gpu_check.rows import Options, attempt, claim, row, skipped
 from lib.data_proto import DataProto
-from lib.distributed import make_mesh, shard_model
-from lib.distributed.sharding import fsdp_modules
+from lib.distributed import make_mesh, refresh_weights, shard_model, trainable_parameters
 from lib.model import batched_log_probs, load_tokenizer
 from lib.rollout import Sampling, make_engine, sync_weights
 from lib.rollout.vllm_engine import VLLMEngine, generated
@@ -35,7 +34,7 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
     T, count = (8, 8) if options.tiny else (128, 256)
     tokenizer, path = load_tokenizer(TOY_MODEL), shape(options, "qwen2.5-0.5b")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = shard_model(random_model(path, device), make_mesh(the_world()), dtype)
+    model = shard_model(random_model(path, device), make_mesh(the_world()), dtype, zero1=True)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         settings = {"folder": Path(folder, "engine"), "max_length": 32 + T, "dtype": dtype, "gpu_memory": 0.3}
@@ -75,10 +74,9 @@ def engine(options: Options, device: torch.device) -> Iterator[dict]:
 
 @torch.no_grad()
 def change(model: PreTrainedModel) -> None:
-    for module in fsdp_modules(model):
-        module.reshard()  # after a forward without backward the root's parameters are whole, and no shards
-    for p in model.parameters():
+    for p in trainable_parameters(model):
         p.mul_(1.5)
+    refresh_weights(model)
 
 
 def prompts_of(count: int, vocabulary: int, device: torch.device) -> DataProto:

@@ -93,7 +93,12 @@ class ShardArgs(Group):
     cpu_offload: Annotated[tuple[Offloaded, ...], MAY_CHANGE] = ()
     """models kept in CPU memory, with AdamW; optimizer: Adam's moments; activations: the update's"""
 
-    auto_sharding = ""  # no flag: what auto is here; lib.setup.start sets it
+    auto_sharding = ""  # no flag: what auto is here; lib.setup.check sets it
+
+    @property
+    def chosen(self) -> str:
+        """zero1 or fsdp2; "" before it is chosen."""
+        return self.auto_sharding if self.sharding == "auto" else self.sharding
 
     def needs_fsdp2(self) -> list[str]:
         """The flags given that only FSDP2 knows."""

@@ -155,7 +155,7 @@ def _switched(args_class: type[DataclassInstance], words: list[str]) -> list[str
         elif done and done[-1] in switches:
             done.append({"True": "on", "False": "off"}.get(word, word))
         else:
-            done.append(word)
+            done.append(name if name in switches else word)
     return done
 
 

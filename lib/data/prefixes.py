@@ -75,7 +75,7 @@ def _tree_of(batch: DataProto, share: bool, whole: bool) -> PrefixTree:
     (B, L), T = ids.shape, trained.shape[1]
     prompt = attention[:, : L - T].sum(1)  # (B,)
     token = attention.ravel().nonzero()[0]
-    position = positions.flatten().numpy()[token]
+    position = positions.flatten().long().numpy()[token]
     begin = (position == 0).nonzero()[0]  # (S,): of each sequence in `token`
     end = np.append(begin[1:], len(token))
     row = token[begin] // L  # (S,)

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 # their names from torch 2.13 on
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-BUCKET_BYTES = 64 << 20  # of masters or gradients in a collective; a larger tensor goes alone
+COLLECTIVE_BYTES = 64 << 20  # of masters or gradients in a collective; a larger tensor goes alone
 
 
 def replace_parameters(model: Module, new: Callable[[Parameter], Parameter]) -> None:
@@ -85,7 +85,7 @@ class ComputeCopy:
         """After a backward pass: adds the gradients, averaged over ranks, to those of the masters. A collective."""
         if not self.sync:
             return
-        leaves = [leaf for leaf in self.masters if leaf in self._sums]  # in the same order on all ranks
+        leaves = self._leaves_with_gradients()
         for bucket in self._buckets(leaves) if self.ranks > 1 else ():
             parts = [self._by_rank(self._sums.pop(leaf)) for leaf in bucket]
             rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]  # (ranks, n)
@@ -97,6 +97,18 @@ class ComputeCopy:
         for leaf in leaves:
             master, gradient = self.masters[leaf], self._sums.pop(leaf)
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+    def _leaves_with_gradients(self) -> list[Parameter]:
+        """On any rank: an expert without tokens has none on this one, and gets 0. In the same order on all ranks."""
+        if self.ranks == 1:
+            return [leaf for leaf in self.masters if leaf in self._sums]
+        has = torch.tensor([leaf in self._sums for leaf in self.masters], dtype=torch.int32)  # on the CPU: no GPU waits
+        dist.all_reduce(has, dist.ReduceOp.MAX, self.mesh.get_group())
+        leaves = [leaf for leaf, any_rank in zip(self.masters, has.tolist()) if any_rank]
+        for leaf in leaves:
+            if leaf not in self._sums:
+                self._sums[leaf] = torch.zeros_like(leaf, dtype=self.masters[leaf].dtype)
+        return leaves
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -113,12 +125,12 @@ class ComputeCopy:
                 leaf.copy_(whole.reshape(-1)[: leaf.numel()].view_as(leaf))
 
     def _buckets(self, leaves: list[Parameter]) -> Iterator[list[Parameter]]:
-        """Successive leaves of at most BUCKET_BYTES of masters; a larger one goes alone."""
+        """Successive leaves of at most COLLECTIVE_BYTES of masters; a larger one goes alone."""
         bucket: list[Parameter] = []
         size = 0
         for leaf in leaves:
             size += leaf.numel() * self.masters[leaf].itemsize
-            if bucket and size > BUCKET_BYTES:
+            if bucket and size > COLLECTIVE_BYTES:
                 yield bucket
                 bucket, size = [], leaf.numel() * self.masters[leaf].itemsize
             bucket.append(leaf)
@@ -154,6 +166,11 @@ def reduce_gradients(model: Module) -> None:
     """After each backward pass. With FSDP2 the pass has done it. A collective."""
     if copy := copy_of(model):
         copy.reduce_gradients()
+
+
+def pending_gradients(model: Module) -> list[torch.Tensor]:
+    """Those that wait for a backward pass that reduces them."""
+    return [*copy._sums.values()] if (copy := copy_of(model)) else []
 
 
 def refresh_weights(model: Module) -> None:

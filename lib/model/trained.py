@@ -14,7 +14,7 @@ from lib import InputError, is_first_on_node
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, global_counts, timed
-from lib.distributed.compute_copy import reduce_gradients, refresh_weights
+from lib.distributed.compute_copy import pending_gradients, reduce_gradients, refresh_weights
 from lib.distributed.host_state import HostState
 from lib.distributed.sharding import clip_grad_norm, compute_device, set_gradient_sync, trainable_parameters
 from lib.model.attention import layout, use_packed_sdpa
@@ -104,7 +104,8 @@ class TrainedModel:
         if self.trained_mask in mini_batch.batch:
             self._masks.append(mini_batch.batch[self.trained_mask])
         done = next((state.get("step", 0) for state in self.optimizer.state.values()), 0)
-        self.checks.begin(len(mini_batch), self._gradients, done - self.scheduler.last_epoch, self.world.device)
+        gradients = self._gradients + pending_gradients(self.module)
+        self.checks.begin(len(mini_batch), gradients, done - self.scheduler.last_epoch, self.world.device)
 
     def step(self) -> dict[str, Metric]:
         """Clips the gradient and updates the weights, unless the gradient is not finite or no token was trained on:

@@ -20,8 +20,8 @@ from vllm.v1.request import Request, RequestStatus
 
 
 def make_scheduler(vllm_config: Any, **settings) -> "RolloutScheduler":
-    several = vllm_config.max_concurrent_batches > 1
-    return (AsyncRolloutScheduler if several else RolloutScheduler)(vllm_config=vllm_config, **settings)
+    kind = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler
+    return kind(vllm_config=vllm_config, **settings)
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +159,8 @@ class RolloutScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Keeps the tokens of rows that go on; the others are vLLM's."""
+        if not self._rows:
+            return super().update_from_output(scheduler_output, model_runner_output)
         sampled, at = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
         found = model_runner_output.logprobs
         others: dict[str, int] = {}

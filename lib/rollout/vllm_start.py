@@ -118,7 +118,7 @@ def scheduler_settings() -> dict[str, Any]:
     """Our scheduler, for the version of vLLM that it was written for."""
     import vllm
 
-    if not vllm.__version__.startswith("0.32."):
+    if vllm.__version__.split("+")[0] != "0.32.0":
         if is_first_on_node():
             what = "vLLM's own scheduler runs, which is slower: lib/rollout/rollout_scheduler.py knows vLLM 0.32"
             print(f"note: {what}, this is {vllm.__version__}", flush=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from lib.distributed import full_tensor, iter_full_params
+from lib.distributed import full_tensor, iter_full_params, master_of
 from lib.log.disk import writes_to
 from lib.run.checkpoint import publish
 
@@ -54,7 +54,7 @@ def _export_to(tmp: Path, model, processor, dtype: torch.dtype | None, max_shard
         for _ in weights:
             pass
     adapters = [(name, p) for name, p in model.named_parameters() if ".lora_" in name]
-    adapter = {name: full_tensor(p.detach()).cpu() for name, p in adapters}
+    adapter = {name: full_tensor(master_of(model, p).detach()).cpu() for name, p in adapters}
     if first:
         if adapter:
             write_adapter(tmp / "adapter", model, adapter)

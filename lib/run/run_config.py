@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # keys of config.json that are not flags; "script" is compared like a flag
 NO_FLAGS = {"contents", "history", "start", "effective", "no_effect"}
-CHOSEN = {"rollout_engine", "micro_batch_tokens", "gradient_checkpointing"}  # flags that may be auto
+CHOSEN = {"rollout_engine", "micro_batch_tokens", "gradient_checkpointing", "sharding"}  # flags that may be auto
 RANK_0_COUNTS = {"run_name", "config"}  # flags that may differ between ranks
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "vllm", "math-verify")
 ROOT, STANDARD_LIBRARY = Path(__file__).parents[2], sysconfig.get_path("stdlib")

@@ -39,7 +39,7 @@ class ModelFactory:
         sampling, tokens = args.rollout.sampling(), args.optimizer.micro_batch_limit
         self.forward = ForwardConfig(tokens, sampling, row_group, needs.dtype, self.model.routing_replay)
         self.loss = loss_flags(args, needs)
-        self.zero1 = needs.sharding == "zero1"
+        self.zero1 = self.shard.chosen == "zero1"
 
     def policy(self, name: str, path: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule) -> Policy:
         """A model that samples and trains. name: the prefix of its metrics."""

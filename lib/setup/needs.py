@@ -10,7 +10,7 @@ from lib import InputError, core_algos
 from lib import model as models
 from lib.args import Reads, ScriptArgs, Sizes, step_sizes, training_ranks
 from lib.columns import COLUMNS
-from lib.distributed import has_flash_attention, on_first_rank, total_memory
+from lib.distributed import all_reduce_max, has_flash_attention, on_first_rank, total_memory
 from lib.rollout import engine_class
 
 ON_CPU = "fp8_per_channel"
@@ -23,7 +23,6 @@ class Needs:
 
     sizes: Sizes
     dtype: torch.dtype  # in which models compute
-    sharding: Literal["fsdp2", "zero1"]  # of all models
     loss_scale_factor: float  # --loss-scale-factor, or its default
     correction: dict[str, Any]  # keywords of compute_rollout_correction; {}: no correction
     columns: tuple[str, ...]  # that add_advantages reads besides those that are always gathered
@@ -42,9 +41,11 @@ def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) ->
     check_engine(args, device, dtype, correction)
     columns, log_probs = read_columns(args, correction, sizes.updates_per_step)
     scale = args.loss_scale_factor or args.rollout.max_response_length
-    sharding = get_sharding(args, device)
-    effective = effective_settings(args, device, dtype, correction, log_probs) | {"sharding": sharding}
-    return Needs(sizes, dtype, sharding, scale, correction, columns, log_probs, effective)
+    shard = args.shard
+    if shard.sharding == "auto" and not shard.auto_sharding:
+        shard.auto_sharding = choose_sharding(args, device)
+    effective = effective_settings(args, device, dtype, correction, log_probs) | {"sharding": shard.chosen}
+    return Needs(sizes, dtype, scale, correction, columns, log_probs, effective)
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -55,26 +56,33 @@ def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_estimate(args: ScriptArgs, device: torch.device) -> bool:
-    """Whether this is a GPU, or a --dry-run of some, with flags that the estimate of memory knows."""
+    """Whether the run is on GPUs, or a --dry-run of some, with flags that the estimate of memory knows."""
     if args.model.model.endswith(".gguf") or args.shard.tensor_parallel_size > 1 or args.validation.val_only:
         return False
-    return args.run.dry_run > 0 or (device.type != "cpu" and args.run.memory_check)
+    return args.run.dry_run > 0 or device.type != "cpu"
 
 
-def get_sharding(args: ScriptArgs, device: torch.device) -> Literal["fsdp2", "zero1"]:
-    """auto: zero1 if no flag needs fsdp2 and, on a GPU, the estimate fits; without one, on one GPU. A collective."""
-    if args.shard.sharding != "auto":
-        return args.shard.sharding
+def least_memory(args: ScriptArgs, device: torch.device) -> int:
+    """Bytes of the smallest GPU of all ranks; with --dry-run of the GPU here, or of an H100. A collective."""
+    if args.run.dry_run:
+        from planner.estimate import gpu_here
+
+        return gpu_here().memory
+    return -all_reduce_max(-total_memory(device), device)
+
+
+def choose_sharding(args: ScriptArgs, device: torch.device) -> Literal["fsdp2", "zero1"]:
+    """What --sharding auto is: zero1 if no flag needs fsdp2 and, on GPUs, the estimate fits; without an estimate on one
+    GPU. A collective."""
     if args.shard.needs_fsdp2():
         return "fsdp2"
     ranks = training_ranks(args)
-    if device.type == "cpu":
-        return "zero1"
-    if not has_estimate(args, device):
-        return "zero1" if ranks == 1 else "fsdp2"
-    from planner.estimate import zero1_fits
+    if has_estimate(args, device):
+        from planner.estimate import zero1_fits
 
-    return "zero1" if on_first_rank(lambda: zero1_fits(args, ranks, total_memory(device))) else "fsdp2"
+        gpu = least_memory(args, device)
+        return "zero1" if on_first_rank(lambda: zero1_fits(args, ranks, gpu)) else "fsdp2"
+    return "zero1" if device.type == "cpu" or ranks == 1 else "fsdp2"
 
 
 def get_attention(name: str, dtype: torch.dtype, device: torch.device, path: str, **trust: bool) -> str:

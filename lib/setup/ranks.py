@@ -25,8 +25,6 @@ def start(args: ScriptArgs) -> tuple[World, Needs, Inputs]:
     world = join(args)
     needs = check(args, world.device)
     inputs = load_inputs(args)
-    if not args.run.dry_run:
-        args.shard.auto_sharding = needs.sharding
     needs.effective.update(choose_by_memory(args, world))
     if world.rank == 0:
         print(describe(args, needs.sizes, world, inputs), flush=True)

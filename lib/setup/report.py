@@ -4,9 +4,9 @@ planner."""
 from typing import Any
 
 from lib.args import ROOT, ScriptArgs, Sizes, least_micro_batch, training_ranks
-from lib.distributed import World, advise_out_of_memory, all_reduce_max, on_first_rank, total_memory
+from lib.distributed import World, advise_out_of_memory, on_first_rank
 from lib.setup.inputs import Inputs
-from lib.setup.needs import has_estimate
+from lib.setup.needs import has_estimate, least_memory
 
 NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
 
@@ -66,9 +66,9 @@ def choose_by_memory(args: ScriptArgs, world: World) -> dict[str, Any]:
     model, optimizer = args.model, args.optimizer
     optimizer.auto_tokens = least_micro_batch(args)
     if "auto" in (optimizer.micro_batch_tokens, model.gradient_checkpointing) and has_estimate(args, world.device):
-        from planner.estimate import choose_auto, gpu_here
+        from planner.estimate import choose_auto
 
-        gpu = gpu_here().memory if args.run.dry_run else -all_reduce_max(-total_memory(world.device), world.device)
+        gpu = least_memory(args, world.device)
         chosen = on_first_rank(lambda: choose_auto(args, training_ranks(args), gpu))
         optimizer.auto_tokens, model.auto_recomputed = chosen.tokens, chosen.recomputed
         if world.rank == 0:
@@ -79,7 +79,7 @@ def choose_by_memory(args: ScriptArgs, world: World) -> dict[str, Any]:
 
 def check_memory(args: ScriptArgs, world: World) -> None:
     """On a GPU, before a model loads: raises InputError if the estimate of the flags does not fit. A collective.
-    Skipped without an estimate."""
+    Skipped without an estimate, and with --no-memory-check."""
 
     def advice(stage: str) -> str:
         from planner.estimate import memory_advice
@@ -87,8 +87,8 @@ def check_memory(args: ScriptArgs, world: World) -> None:
         return memory_advice(args, world.size, stage)
 
     advise_out_of_memory(advice)
-    if has_estimate(args, world.device):
+    if args.run.memory_check and has_estimate(args, world.device):
         from planner.estimate import refuse_what_does_not_fit
 
-        gpu = total_memory(world.device)
+        gpu = least_memory(args, world.device)
         on_first_rank(lambda: refuse_what_does_not_fit(args, world.size, gpu))

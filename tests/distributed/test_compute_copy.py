@@ -102,7 +102,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def test_updates_and_resumes_are_fsdp2s_bit_for_bit(tmp_path, size, kind, dtype):
     """With clipping, several micro-batches, rows that 3 ranks do not divide, and several buckets."""
     path = save_tiny(tmp_path / "model", tied=kind == "tied")
-    with patch.object(lib.distributed.compute_copy, "BUCKET_BYTES", 20_000):
+    with patch.object(lib.distributed.compute_copy, "COLLECTIVE_BYTES", 20_000):
         found = run_ranks(size, both_ways, kind, path, dtype, str(tmp_path))
     for same, resumed, has_copy, scale in found:
         assert same and resumed == [True, True]
@@ -116,15 +116,14 @@ def test_auto_takes_zero1_where_flags_and_memory_allow_it(monkeypatch):
     monkeypatch.setattr(needs, "on_first_rank", lambda act: act())
     plain = parse_flags(grpo.Args, [])
     for memory, sharding in ((80 << 30, "zero1"), (1 << 20, "fsdp2")):
-        monkeypatch.setattr(needs, "total_memory", lambda _, memory=memory: memory)
-        assert needs.get_sharding(plain, CUDA) == sharding
+        monkeypatch.setattr(needs, "least_memory", lambda *_, memory=memory: memory)
+        assert needs.choose_sharding(plain, CUDA) == sharding
+    assert needs.choose_sharding(plain, torch.device("cpu")) == "zero1"
     for flags in (["--reduce-each-micro-batch"], ["--cpu-offload", "ref"], ["--dp-replicate-size", "2"]):
         args = parse_flags(grpo.Args, flags)
-        assert needs.get_sharding(args, CUDA) == needs.get_sharding(args, torch.device("cpu")) == "fsdp2"
+        assert needs.choose_sharding(args, CUDA) == needs.choose_sharding(args, torch.device("cpu")) == "fsdp2"
         with pytest.raises(InputError, match=f"--sharding zero1 does not work with {flags[0]}"):
             parse_flags(grpo.Args, [*flags, "--sharding", "zero1"])
-    assert needs.get_sharding(parse_flags(grpo.Args, ["--no-memory-check"]), CUDA) == "zero1"  # one rank
-    assert needs.get_sharding(parse_flags(grpo.Args, ["--sharding", "fsdp2"]), CUDA) == "fsdp2"
     forced = parse_flags(grpo.Args, ["--sharding", "zero1"])
     assert (
         memory_savers(forced, 8)[0].flag == "--sharding fsdp2" and "--sharding" not in memory_savers(plain, 8)[0].flag
