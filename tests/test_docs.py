@@ -96,6 +96,7 @@ def choices(script: str, field: str) -> tuple:
 @pytest.mark.parametrize("doc", SCRIPT_OF)
 def test_flags_and_their_values_are_taken(doc):
     """A flag alone is one of the script's; flags with values parse, and the algorithm takes them."""
+    from lib.cli.flags import switched
     from lib.core_algos import get_rollout_correction_fn
 
     text = re.sub(r"^## Former flags$.*?^(?=## )", "", text_of(doc), flags=re.M | re.S)
@@ -107,7 +108,7 @@ def test_flags_and_their_values_are_taken(doc):
             assert code in flags_of(script), (script, code)
             continue
         try:
-            args = tyro.cli(args_of(script), args=words, console_outputs=False)
+            args = tyro.cli(args_of(script), args=switched(args_of(script), words), console_outputs=False)
         except SystemExit:
             pytest.fail(f"{doc}: {script}.py does not take {code}", pytrace=False)
         _ = args.adv_settings  # raises InputError for a wrong one

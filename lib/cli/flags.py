@@ -129,7 +129,7 @@ def parse_flags(args_class: type[T], words: list[str]) -> T:
     try:
         with contextlib.redirect_stderr(said):
             # of a flag that is there twice, the last one counts
-            args = tyro.cli(args_class, args=_switched(args_class, preset + own))
+            args = tyro.cli(args_class, args=switched(args_class, preset + own))
     except SystemExit as stop:
         if stop.code:
             raise InputError(_mistake(said.getvalue(), _defaults(args_class))) from None
@@ -142,7 +142,7 @@ def parse_flags(args_class: type[T], words: list[str]) -> T:
     return args
 
 
-def _switched(args_class: type[DataclassInstance], words: list[str]) -> list[str]:
+def switched(args_class: type[DataclassInstance], words: list[str]) -> list[str]:
     """The words, with on or off where a switch that may also be auto has no value, or a config's bool."""
     switches = {as_flag(name) for name, _, marks in walk(_default(args_class)) if SWITCH in marks}
     done: list[str] = []

@@ -494,7 +494,7 @@ def test_config_json_says_what_takes_effect(tmp_path, capfd):
         return setup.check(args, cpu).effective
 
     on_policy = {"rollout_engine": "hf", "compute_dtype": "float32", "attn_implementation": "packed_sdpa"}
-    on_policy |= {"old_log_probs": "not needed"}
+    on_policy |= {"old_log_probs": "not needed", "sharding": "zero1"}
     assert effective() == on_policy | {"rollout_correction": "none"}
     args.rollout.async_level = 1
     correction = {"level": "token", "bounds": (0, 2)}
@@ -655,7 +655,7 @@ def test_a_start_that_fails_leaves_the_name_free(source, tmp_path):
     assert "--track wandb: No API key configured" in error_of(done)
 
     done = ran(fork("grpo", tmp_path, *args))
-    assert "1 rows of metrics.jsonl" in done.stdout and [row["step"] for row in metrics(tmp_path / "run")] == [1, 1]
+    assert "1 row of metrics.jsonl" in done.stdout and [row["step"] for row in metrics(tmp_path / "run")] == [1, 1]
     assert "already contains a run" in error_of(fork("grpo", tmp_path, *args))
 
 
