@@ -60,7 +60,8 @@ class ComputeCopy:
         self.mesh, self.ranks = mesh, mesh.size()
         self.sync = True  # whether the next backward pass averages the gradients over ranks
         self.masters: dict[Parameter, Any] = {}  # {leaf: parameter}, DTensors at several ranks
-        self._sums: dict[Parameter, torch.Tensor] = {}  # gradients of each leaf, whole, in the master's dtype
+        self._new: dict[Parameter, torch.Tensor] = {}  # gradients, whole, in the compute dtype
+        self._sums: dict[Parameter, torch.Tensor] = {}  # those before, in the masters' dtype
 
         def leaf_of(master: Parameter) -> Parameter:
             if not master.requires_grad:
@@ -74,15 +75,26 @@ class ComputeCopy:
         self.refresh()
 
     def _add(self, leaf: Parameter) -> None:
+        """Some gradients at a time: the host would need longer for a kernel for each than the GPU does."""
         assert leaf.grad is not None
-        if leaf in self._sums:
-            self._sums[leaf].add_(leaf.grad)
-        else:
-            self._sums[leaf] = leaf.grad.to(self.masters[leaf].dtype)
-        leaf.grad = None
+        if leaf in self._new:
+            self._add_up()
+        self._new[leaf], leaf.grad = leaf.grad, None
+        if sum(gradient.nbytes for gradient in self._new.values()) > COLLECTIVE_BYTES:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        if not self._new:
+            return
+        new = {leaf: torch.empty_like(leaf, dtype=self.masters[leaf].dtype) for leaf in self._new}
+        torch._foreach_copy_([*new.values()], [*self._new.values()])
+        if again := [leaf for leaf in new if leaf in self._sums]:
+            torch._foreach_add_([self._sums[leaf] for leaf in again], [new[leaf] for leaf in again])
+        self._sums, self._new = new | self._sums, {}
 
     def reduce_gradients(self) -> None:
         """After a backward pass: adds the gradients, averaged over ranks, to those of the masters. A collective."""
+        self._add_up()
         if not self.sync:
             return
         leaves = self._leaves_with_gradients()
@@ -170,7 +182,7 @@ def reduce_gradients(model: Module) -> None:
 
 def pending_gradients(model: Module) -> list[torch.Tensor]:
     """Those that wait for a backward pass that reduces them."""
-    return [*copy._sums.values()] if (copy := copy_of(model)) else []
+    return [*copy._sums.values(), *copy._new.values()] if (copy := copy_of(model)) else []
 
 
 def refresh_weights(model: Module) -> None:

@@ -3,9 +3,9 @@ rotary.py's rotary embedding; and one product for layers of one input. What they
 code, the same text in all models of a kind: what computes otherwise stays as it is."""
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def fuse(model: PreTrainedModel) -> None:
             joined = _join([module.gate_proj, module.up_proj]) if joins else None
             module.forward = partial(_joined_mlp, module, joined) if joined else partial(_gated_mlp, module)
         elif hasattr(module, "q_proj") and hasattr(module, "k_proj") and hasattr(module, "v_proj"):
-            _fuse_rotary(vars(sys.modules[type(module).__module__]))
+            _fuse_rotary(module)
             adapted = [getattr(layer, "base_layer", layer) for layer in (module.q_proj, module.k_proj, module.v_proj)]
             if joins and (joined := _join(adapted)):
                 for number, layer in enumerate(adapted):
@@ -45,10 +45,15 @@ def _same(fn, other: Callable) -> bool:
     return inspect.isfunction(fn) and inspect.getsource(fn) == inspect.getsource(other)
 
 
-def _fuse_rotary(names: dict) -> None:
-    """names: of a module of transformers. For all its models; on a CPU they compute as before."""
-    if all(_same(names.get(name), fn) for name, fn in ROTARY.items()):
-        names["apply_rotary_pos_emb"] = partial(rotate, names["apply_rotary_pos_emb"])
+def _fuse_rotary(attention: Any) -> None:
+    """Its forward finds our rotary embedding by the name of transformers'. On a CPU it computes as before."""
+    forward = inspect.unwrap(type(attention).forward)
+    names = forward.__globals__
+    if all(_same(names.get(name), getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")):
+        names = names | {"apply_rotary_pos_emb": partial(rotate, names["apply_rotary_pos_emb"])}
+        own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        own.__kwdefaults__ = forward.__kwdefaults__
+        attention.forward = MethodType(own, attention)
 
 
 def _rms_norm(norm, in_place: bool, x: torch.Tensor) -> torch.Tensor:

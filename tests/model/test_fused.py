@@ -1,6 +1,5 @@
 """Fused layers (lib/model/fused.py) on a CPU, by Triton's interpreter, against the model's own operations."""
 
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -55,15 +54,10 @@ def with_gradients(path: str, dtype: torch.dtype, fused: bool, lora: bool) -> tu
     if lora:
         add_lora(model, rank=2, alpha=4, seed=0)
     model.to(dtype)
-    names = vars(sys.modules[type(model).__module__])
-    rotary = names["apply_rotary_pos_emb"]
     if fused:
         fuse_layers(model)
-    try:
-        [log_probs, _] = response_log_probs(model, rollout_batch([3, 5], [4, 7]), 0.7)
-        (log_probs * torch.arange(log_probs.shape[1])).sum().backward()
-    finally:
-        names["apply_rotary_pos_emb"] = rotary
+    [log_probs, _] = response_log_probs(model, rollout_batch([3, 5], [4, 7]), 0.7)
+    (log_probs * torch.arange(log_probs.shape[1])).sum().backward()
     forwards = [getattr(getattr(module, "forward", None), "func", None) for module in model.modules()]
     found = [getattr(forward, "__name__", "") for forward in forwards]
     counts = found.count("_rms_norm"), found.count("_joined_mlp") + found.count("_gated_mlp"), found.count("part") // 3

@@ -14,7 +14,7 @@ from tests.common import ROOT
 
 ENGINE, REWARDS = "lib.rollout.engine:add_responses", "lib.reward.manager:PendingScores._results"
 STEP, SAMPLE = "lib.model.trained:TrainedModel.step", "lib.rollout.hf_engine:sample_tokens"
-MASK = "response_mask[i, :n] = 1 if masks is None"
+MASK = "sampled[i, :n] = 1 if masks is None"
 UNLIKE = "            if after[end : end + 1] != character:\n                return "
 PREFILL = "input_ids=ids, position_ids=positions, logits_to_keep=1"
 GENERATION = '"add_generation_prompt": '
@@ -111,7 +111,7 @@ MUTANTS = {
         "the mask of the inputs used for the labels",
         "mask_outside_response",
         1,
-        plant(ENGINE, MASK, "response_mask[i, 1 : n + 1] = 1 if masks is None"),
+        plant(ENGINE, MASK, "sampled[i, 1 : n + 1] = 1 if masks is None"),
         variant=True,
     ),
     "before_temperature": Mutant(
@@ -135,7 +135,7 @@ MUTANTS = {
         "the mask ends before the end token",
         "end_not_trained",
         1,
-        plant(ENGINE, MASK, "response_mask[i, : n - 1] = 1 if masks is None"),
+        plant(ENGINE, MASK, "sampled[i, : n - 1] = 1 if masks is None"),
     ),
     "eos_out_of_the_loss": Mutant(
         "eos untrained, in the loss",
@@ -253,7 +253,7 @@ MUTANTS = {
         "no mask after the end token where pad and end token are the same",
         "mask_outside_response",
         1,
-        plant(ENGINE, MASK, "response_mask[i, :] = 1 if masks is None"),
+        plant(ENGINE, MASK, "sampled[i, :] = 1 if masks is None"),
     ),
     "double_bos": Mutant(
         "double BOS",

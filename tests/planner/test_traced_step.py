@@ -132,8 +132,8 @@ def test_the_estimate_agrees_with_the_trace(child, case, tmp_path):
 def test_fused_layers_have_fewer_launches(child, tmp_path):
     """A layer takes 132 launches without them."""
     config = json.loads((ROOT / "benchmarks/shapes/qwen2.5-1.5b.json").read_text()) | SMALL
-    result = child.submit(trace, "grpo", config, str(tmp_path), "--dry-run", "8").result()
-    assert 50 < result["speed"].launches < 70
+    result = child.submit(trace, "grpo", config, str(tmp_path), "--dry-run", "1").result()
+    assert 30 < result["speed"].launches < 58
     kept = {name: sum(result[name]["loss"].values()) for name in ("traced", "estimated")}
     assert abs(kept["estimated"] / kept["traced"] - 1) < 0.05  # norms and gated MLPs keep less for the backward pass
 
