@@ -84,7 +84,8 @@ def _without_derived(batch: DataProto) -> DataProto:
     """What of a batch has to be sent: integers in 32 bits where they fit, without the columns of `_derived`. Where it
     differs, as masks of tool outputs do, a column is sent."""
     tensors, P = dict(batch.batch.items()), batch.batch["prompts"].shape[1]
-    lengths = torch.stack([part.sum(1) for part in tensors["attention_mask"].tensor_split([P], 1)], 1)
+    attended = tensors["attention_mask"]
+    lengths = torch.stack([attended[:, :P].sum(1), attended[:, P:].sum(1)], 1)  # (B, 2)
     derived, sent = _derived(tensors["input_ids"], lengths, P), {"_lengths": lengths}
     for name, x in tensors.items():
         if name not in derived or not torch.equal(derived[name], x):
@@ -95,7 +96,8 @@ def _without_derived(batch: DataProto) -> DataProto:
 
 def _with_derived(sent: DataProto) -> DataProto:
     """The batch that `_without_derived` was given."""
-    derived = _derived(sent.batch["input_ids"].long(), sent.batch["_lengths"].long(), sent.meta_info["P"])
+    ids, lengths = sent.batch["input_ids"].long(), sent.batch["_lengths"].long()
+    derived = _derived(ids, lengths, sent.meta_info["P"])
     columns = derived | dict(sent.batch.items())
     tensors = {name: columns[name].to(dtype) for name, dtype in sent.meta_info["dtypes"].items()}
     return DataProto.from_dict(tensors, sent.non_tensor_batch)

@@ -54,7 +54,7 @@ def place_masters(model: Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -
 
 
 class ComputeCopy:
-    """The leaves and masters of a model's trained parameters. `model.compute_copy`, where they differ."""
+    """The leaves and masters of a model's trained parameters: model.compute_copy, where they differ."""
 
     def __init__(self, model: Module, mesh: DeviceMesh, compute_dtype: torch.dtype):
         self.mesh, self.ranks = mesh, mesh.size()
@@ -75,7 +75,7 @@ class ComputeCopy:
         self.refresh()
 
     def _add(self, leaf: Parameter) -> None:
-        """Some gradients at a time: the host would need longer for a kernel for each than the GPU does."""
+        """Some gradients at a time: a kernel for each would take the host longer than the GPU."""
         assert leaf.grad is not None
         if leaf in self._new:
             self._add_up()
@@ -111,10 +111,10 @@ class ComputeCopy:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def _leaves_with_gradients(self) -> list[Parameter]:
-        """On any rank: an expert without tokens has none on this one, and gets 0. In the same order on all ranks."""
+        """Of any rank, in the same order on all: an expert without tokens has none here, and gets 0."""
         if self.ranks == 1:
             return [leaf for leaf in self.masters if leaf in self._sums]
-        has = torch.tensor([leaf in self._sums for leaf in self.masters], dtype=torch.int32)  # on the CPU: no GPU waits
+        has = torch.tensor([leaf in self._sums for leaf in self.masters]).int()  # on the CPU: no GPU waits
         dist.all_reduce(has, dist.ReduceOp.MAX, self.mesh.get_group())
         leaves = [leaf for leaf, any_rank in zip(self.masters, has.tolist()) if any_rank]
         for leaf in leaves:
@@ -129,11 +129,12 @@ class ComputeCopy:
             torch._foreach_copy_([*self.masters], [*self.masters.values()])
             return
         for bucket in self._buckets([*self.masters]):
+            sizes = [self._padded(leaf) for leaf in bucket]
             shards = [self.masters[leaf].to_local().to(leaf.dtype).flatten() for leaf in bucket]
-            own = torch.cat([pad(x, (0, self._padded(leaf) - len(x))) for leaf, x in zip(bucket, shards)])
+            own = torch.cat([pad(x, (0, size - len(x))) for x, size in zip(shards, sizes)])
             rows = own.new_empty(self.ranks * len(own))
             all_gather(rows, own, self.mesh.get_group())
-            for leaf, whole in zip(bucket, rows.view(self.ranks, -1).split([self._padded(leaf) for leaf in bucket], 1)):
+            for leaf, whole in zip(bucket, rows.view(self.ranks, -1).split(sizes, 1)):
                 leaf.copy_(whole.reshape(-1)[: leaf.numel()].view_as(leaf))
 
     def _buckets(self, leaves: list[Parameter]) -> Iterator[list[Parameter]]:

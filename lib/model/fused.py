@@ -18,8 +18,6 @@ from transformers.models.llama import modeling_llama as llama
 
 from lib.model.rotary import rotate
 
-ROTARY = {fn.__name__: fn for fn in (llama.apply_rotary_pos_emb, llama.rotate_half)}  # before they are replaced
-
 
 def fuse(model: PreTrainedModel) -> None:
     """In place, after `shard_model`. FSDP2 places weights itself, so that it has a product for each layer."""
@@ -35,7 +33,8 @@ def fuse(model: PreTrainedModel) -> None:
             module.forward = partial(_joined_mlp, module, joined) if joined else partial(_gated_mlp, module)
         elif hasattr(module, "q_proj") and hasattr(module, "k_proj") and hasattr(module, "v_proj"):
             _fuse_rotary(module)
-            adapted = [getattr(layer, "base_layer", layer) for layer in (module.q_proj, module.k_proj, module.v_proj)]
+            projections = module.q_proj, module.k_proj, module.v_proj
+            adapted = [getattr(layer, "base_layer", layer) for layer in projections]  # by LoRA
             if joins and (joined := _join(adapted)):
                 for number, layer in enumerate(adapted):
                     layer.forward = partial(joined.part, number)
@@ -88,7 +87,8 @@ class JoinedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(..., sum of the layers' outputs)"""
-        own = [layer.weight for layer in self.layers] + [layer.bias for layer in self.layers if self.bias is not None]
+        own = [layer.weight for layer in self.layers]
+        own += [layer.bias for layer in self.layers if self.bias is not None]
         storages = {w.untyped_storage()._cdata for w in (own[0], self.weight)}
         assert len(storages) == 1, "the layers' weights are no longer rows of this buffer"
         return _Product.apply(self.weight, self.bias, x, self.sizes, *own)

@@ -490,7 +490,16 @@ def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
 def test_auto_takes_what_fits(tmp_path):
     """As few recomputed layers as fit. Where none has to be, micro-batches twice, four times, ... as large, until they
     would not fit or are the whole update: a rank has 8 groups of 1,024 + 8 x 2,048 tokens."""
-    flags = "--rollout-engine vllm --sharding fsdp2 --prompts-per-step 32 --max-prompt-length 1024".split()
+    flags = [
+        "--rollout-engine",
+        "vllm",
+        "--sharding",
+        "fsdp2",
+        "--prompts-per-step",
+        "32",
+        "--max-prompt-length",
+        "1024",
+    ]
     flags += ["--max-response-length", "2048"]
     args = flags_of(save_tiny(tmp_path, num_hidden_layers=6), *flags)
 

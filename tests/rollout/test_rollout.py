@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -849,6 +850,8 @@ def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     vllm_weights = pytest.importorskip("lib.rollout.vllm_weights")
     from servers.worker import WorkerExtension
 
+    if kind == "deepseek_v3" and "amx_tile" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("where the CPU has AMX, vLLM's latent attention computes in bfloat16 only")
     if kind in MODELS:  # vLLM makes the group of experts for the first model of a process only
         groups = importlib.import_module("vllm.distributed.parallel_state")
         monkeypatch.setattr(groups, "_EP", groups._EP or groups._TP)

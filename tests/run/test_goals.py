@@ -152,7 +152,10 @@ def part_of_run(
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    models = {"m": SimpleNamespace(module=module, optimizer=optimizer, scheduler=scheduler, loss_scale=None, host_state=None)}
+    how = {"scheduler": scheduler, "loss_scale": None, "host_state": None}
+    models = {"m": SimpleNamespace(module=module, optimizer=optimizer, **how)}
+        "m": SimpleNamespace(module=module, optimizer=optimizer, scheduler=scheduler, loss_scale=None, host_state=None)
+    }
     run.load(models, {})
     seen = []
     for step in run.steps():
