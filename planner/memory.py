@@ -46,6 +46,7 @@ from transformers import (
 )
 
 from lib.distributed import BUCKET_BYTES, trainable_parameters
+from lib.distributed.compute_copy import COLLECTIVE_BYTES
 from lib.model.load import decoder_layers, fsdp_layer_classes
 from planner.meta import TowerCosts, forward_peak, known_model, kv_bytes_per_token, update_costs
 
@@ -268,6 +269,10 @@ def _update(step: StepSettings, actor: PreTrainedModel, accumulated: Parts) -> t
         "backward": {"gathered weights": in_layers, "work": costs.backward} | begun,
         "last layer": {"gathered weights": in_last} | done,
     }
+    if step.zero1 and step.compute_dtype.itemsize < 4:  # in 16 bits and in 32, before they are added up
+        new = step.compute_dtype.itemsize * sum(p.numel() for p in trainable_parameters(actor))
+        for name in ("backward", "last layer"):
+            moments[name]["new gradients"] = 3 * min(COLLECTIVE_BYTES, new)
     if tower.kept:  # the tower comes last
         moments["vision"] = moments["last layer"] | {"activations": 0, "work": tower.work}
     return moments, host

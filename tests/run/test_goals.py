@@ -154,8 +154,6 @@ def part_of_run(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     how = {"scheduler": scheduler, "loss_scale": None, "host_state": None}
     models = {"m": SimpleNamespace(module=module, optimizer=optimizer, **how)}
-        "m": SimpleNamespace(module=module, optimizer=optimizer, scheduler=scheduler, loss_scale=None, host_state=None)
-    }
     run.load(models, {})
     seen = []
     for step in run.steps():
