@@ -14,12 +14,12 @@ from tests.common import ROOT, environment, ran
 
 ROOMS = ("lib", "agent", "servers", "planner")
 BUDGET = {
-    "lines of lib": 21280,
+    "lines of lib": 20603,
     "lines of lib and the scripts above 100 columns": 2495,
-    "lines of the longest file": 446,
-    "lines of the scripts": 1272,
+    "lines of the longest file": 445,
+    "lines of the scripts": 1270,
     "flags of grpo.py": 140,
-    "lines of --help": 110,
+    "lines of --help": 109,
     "words of docs": 128480,
     "entries at the top": 22,
     "files that two default steps enter": 59,
