@@ -2,6 +2,7 @@
 
 import copy
 from bisect import bisect_left
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from planner.fake_gpu import register_fake_gpu
 from planner.memory import GIB, Moments, StepSettings, estimate_memory, fits, memory_table, worst_moment
 from planner.step_flops import flops_of_step, models_of
 
+estimated = lru_cache(64)(estimate_memory)  # searches ask for the same settings again
 MFU = 0.3  # of an update, for its time: an assumption
 NO_SAVER = "no flags that change no result make it fit: take more GPUs, a smaller model or --lora-rank"
 
@@ -101,7 +103,7 @@ def _memory_of(args: ScriptArgs, ranks: int, gpu: int, zero1: bool) -> Moments:
         use_liger_kernel=model.fuses_layers,
         **models_of(args),
     )
-    return estimate_memory(step)
+    return estimated(step)
 
 
 def rows_a_prompt(args: ScriptArgs) -> int:

@@ -20,8 +20,8 @@ from vllm.v1.request import Request, RequestStatus
 
 
 def make_scheduler(vllm_config: Any, **settings) -> "RolloutScheduler":
-    kind = AsyncRolloutScheduler if vllm_config.scheduler_config.async_scheduling else RolloutScheduler
-    return kind(vllm_config=vllm_config, **settings)
+    several = vllm_config.max_concurrent_batches > 1  # without pipelines, if vLLM schedules asynchronously
+    return (AsyncRolloutScheduler if several else RolloutScheduler)(vllm_config=vllm_config, **settings)
 
 
 @dataclass(slots=True, eq=False)

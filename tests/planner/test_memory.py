@@ -489,14 +489,14 @@ def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
 
 def test_auto_takes_what_fits(tmp_path):
     """As few recomputed layers as fit. Where none has to be, micro-batches twice, four times, ... as large, until they
-    would not fit or are the whole update: a rank has 8 groups of 1,024 + 8 x 2,048 tokens."""
+    would not fit or are the whole update: a rank has 2 groups of 1,024 + 8 x 2,048 tokens."""
     flags = [
         "--rollout-engine",
         "vllm",
         "--sharding",
         "fsdp2",
         "--prompts-per-step",
-        "32",
+        "8",
         "--max-prompt-length",
         "1024",
     ]
@@ -515,7 +515,7 @@ def test_auto_takes_what_fits(tmp_path):
     assert choose_auto(args, 4, 1)[:2] == (16384, 1)  # which is refused
     large = size(tokens=65536)
     assert choose_auto(args, 4, large + 1)[:2] == (65536, 0) and choose_auto(args, 4, large - 1)[:2] == (32768, 0)
-    assert choose_auto(args, 4, 80 * GIB)[:2] == (262144, 0)
+    assert choose_auto(args, 4, 80 * GIB)[:2] == (65536, 0)
     assert (args.optimizer.auto_tokens, args.model.auto_recomputed) == (16384, 0)
     args.optimizer.micro_batch_tokens, args.model.gradient_checkpointing = "auto", "on"
     assert choose_auto(args, 4, size("--gradient-checkpointing", tokens=32768) + 1)[0] == 32768

@@ -291,8 +291,11 @@ SHAPE = str(ROOT / "benchmarks/shapes/qwen2.5-7b.json")
 FLAGS = ["--max-prompt-length", "1024", "--max-response-length", "4096", "--prompts-per-step", "64"]
 
 
+QUICK = ["--micro-batch-tokens", "16384"]  # without a search for more
+
+
 def flags(*more: str, model: str = SHAPE) -> list[str]:
-    return ["--dry-run", "8", "--plan", "auto", "--model", model, "--val-files", "none", *FLAGS, *more]
+    return ["--dry-run", "8", "--plan", "auto", "--model", model, "--val-files", "none", *FLAGS, *QUICK, *more]
 
 
 def parsed(script: str, *more: str, **options):
