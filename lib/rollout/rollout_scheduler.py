@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 
 def make_scheduler(vllm_config: Any, **settings) -> "RolloutScheduler":
-    several = vllm_config.max_concurrent_batches > 1  # without pipelines, if vLLM schedules asynchronously
+    several = vllm_config.max_concurrent_batches > 1  # scheduled ahead
     return (AsyncRolloutScheduler if several else RolloutScheduler)(vllm_config=vllm_config, **settings)
 
 
