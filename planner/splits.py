@@ -26,9 +26,7 @@ NVLINK, NETWORK = 300e9, 40e9  # bytes/s of a GPU to the others of its node, and
 READS = 0.8  # share of MEMORY_TBPS that decoding reaches: an assumption
 PREFILL_MFU = 0.5  # of decoding many rows, too: an assumption
 STEP_S = 2e-3  # of the host for each step of vLLM (docs/gpu.md, H200)
-ROW_S = (
-    10.9e-6  # and for each of its rows: on a CPU 1.1 schedule, 2.2 and 2.0 take its token, 5.6 prepare the next step
-)
+ROW_S = 10.9e-6  # and for each of its rows: 1.1 schedule it, 2.2 and 2.0 take its token, 5.6 prepare the next (a CPU)
 VLLM_ROW_S = 24e-6  # with vLLM's own scheduler (docs/gpu.md, H200)
 ALL_REDUCE_S = 1e-5  # twice a layer, in an engine on several GPUs: an assumption
 REQUEST_S = 5e-4  # of an HTTP request to a server, on a CPU: benchmarks/results/server_rollout.json

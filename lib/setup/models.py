@@ -105,8 +105,8 @@ class ModelFactory:
             print(note, flush=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_schedule)
         offloaded = "optimizer" in self.shard.cpu_offload and name not in self.shard.cpu_offload
-        limits = self.max_grad_norm, self.shard.reduce_each_micro_batch, offloaded
-        return kind(name, module, optimizer, scheduler, self.world, self.forward, *limits)
+        update = self.max_grad_norm, self.shard.reduce_each_micro_batch, offloaded
+        return kind(name, module, optimizer, scheduler, self.world, self.forward, *update)
 
     def _placed(self, module: PreTrainedModel, name: str) -> PreTrainedModel:
         """The model with fast kernels, split over the ranks."""
