@@ -55,10 +55,11 @@ class Traced(NamedTuple):
     tokens: list[int]  # of each micro-batch of the update
     layers: int
     flops: float  # of the models, in these micro-batches (lib/model/flops.py)
+    sharding: str  # zero1 or fsdp2
 
-    def speed(self, ranks: int, sharding: str = "fsdp2", peaks: Peaks = H100) -> Speed:
-        """On so many ranks: the layers' weights are gathered from more of them. sharding: one of HOST_LAYER_S."""
-        host = HOST_LAYER_S[sharding]
+    def speed(self, ranks: int, sharding: str = "", peaks: Peaks = H100) -> Speed:
+        """On so many ranks: the layers' weights are gathered from more of them. sharding: "": the trace's."""
+        host = HOST_LAYER_S[sharding or self.sharding]
         return predict(self.kernels, self.tokens, self.layers, self.flops, ranks, host, peaks)
 
 
@@ -75,7 +76,8 @@ def trace_step(args: ScriptArgs, inputs: Inputs | None = None) -> Traced:
             script.main(args)
     peaks = step.trace.peaks()
     memory = {moment: peaks[moment] for moment in MOMENTS if moment in peaks}
-    return Traced(memory, fuse(step.trace.kernels, layers=args.model.compile), step.tokens, step.layers, step.flops)
+    kernels = fuse(step.trace.kernels, layers=args.model.compile)
+    return Traced(memory, kernels, step.tokens, step.layers, step.flops, args.shard.chosen)
 
 
 def check_traceable(args: ScriptArgs) -> None:

@@ -13,7 +13,7 @@ from lib import InputError
 from lib.distributed.device import device_setter, single_rank_backend
 from lib.distributed.launch import collective_timeout
 
-BUCKET_BYTES = 256 << 20  # of a broadcast of weights to servers; a larger tensor goes alone
+BUCKET_BYTES = 256 << 20  # that move at a time: weights to servers, Adam's moments; a larger tensor goes alone
 
 
 def in_thread(call: Callable[[], Any]) -> Future:

@@ -114,6 +114,10 @@ def engine_settings(
     return settings | {"max_num_seqs": 512}  # a step of a tiny model costs the scheduler's time
 
 
+def _is_no_warning_of_ours(record: logging.LogRecord) -> bool:
+    return "Using custom scheduler class" not in record.getMessage()  # that it may change: the version is checked
+
+
 def scheduler_settings() -> dict[str, Any]:
     """Our scheduler, for the version of vLLM that it was written for."""
     import vllm
@@ -123,8 +127,7 @@ def scheduler_settings() -> dict[str, Any]:
             what = "vLLM's own scheduler runs, which is slower: lib/rollout/rollout_scheduler.py knows vLLM 0.32"
             print(f"note: {what}, this is {vllm.__version__}", flush=True)
         return {}
-    unknown = "Using custom scheduler class"  # vLLM's warning that it may change: see the version
-    logging.getLogger("vllm.config.scheduler").addFilter(lambda record: unknown not in record.getMessage())
+    logging.getLogger("vllm.config.scheduler").addFilter(_is_no_warning_of_ours)
     return {"scheduler_cls": "lib.rollout.rollout_scheduler.make_scheduler"}
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lib import InputError
@@ -327,6 +328,24 @@ def export_moe(world, path, folder):
     export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported", max_shard_bytes=50_000)
     with torch.no_grad():
         return model(input_ids=torch.arange(4, 20)[None]).logits
+
+
+def export_of_a_copy(world, path, folder):
+    model = add_lora(load_model(path, dtype=torch.bfloat16), **LORA)
+    randomize_lora_b(model)
+    masters = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_B." in name}
+    model = shard_model(model, make_mesh(world), torch.bfloat16, zero1=True)
+    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
+    return masters
+
+
+def test_of_a_copy_in_bf16_the_masters_are_exported(tmp_path):
+    """--sharding zero1: what computes is in bfloat16, and Adam's weights in fp32."""
+    [masters] = run_ranks(1, export_of_a_copy, save_tiny(tmp_path / "model"), str(tmp_path))
+    adapter = load_file(tmp_path / "exported/adapter/adapter_model.safetensors")
+    for name, master in masters.items():
+        own = adapter[f"base_model.model.{name.replace('.default', '')}"]
+        assert torch.equal(own, master) and not torch.equal(own, own.bfloat16().float())
 
 
 @pytest.mark.parametrize(("size", "arrives"), [(1e-4, 0.17), (1e-2, 1.0)])

@@ -351,7 +351,7 @@ def test_with_a_trace_training_is_as_fast_as_its_roofline():
     per_second = 0.7 * 989e12  # FLOPs that matrix products reach
     parts = {"forward": 0.01, "backward": 0.03, "optimizer": 0.005}
     kernels = [Kernel(m, m == "forward", True, False, "mm", "products", 0, s * per_second) for m, s in parts.items()]
-    traced = Traced({}, kernels, [1000], 1, flops=0.04 * 0.5 * 989e12)  # an MFU of 0.5
+    traced = Traced({}, kernels, [1000], 1, flops=0.04 * 0.5 * 989e12, sharding="zero1")  # an MFU of 0.5
     lengths = read_lengths("constant:64", 4096)
     for split in plan_splits(args, H100, lengths, traced):
         update = mean_flops(args, lengths, split.level).update / (0.5 * 989e12 * split.trainers)
