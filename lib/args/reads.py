@@ -70,7 +70,7 @@ TABLE: tuple[Row, ...] = (
     Row("no val_only", "prompts_per_step group_size num_mini_batches update_epochs total_steps profile_steps plan"),
     Row("no val_only", "lr lr_schedule warmup_steps weight_decay adam_betas max_grad_norm reduce_each_micro_batch"),
     Row("no val_only", "gradient_checkpointing routing_replay save_every save_rollouts export_model"),
-    Row("no val_only", "stop_when keep_best"),
+    Row("no val_only", "stop_when max_seconds keep_best"),
     Row("no val_only", "adv_estimator loss loss_agg_mode entropy_coef entropy_target kl_coef"),
     Row("no val_only", "rollout_correction.level rollout_correction.reject overlong_buffer overlong_filtering"),
     Row("no val_only", "token_masks"),

@@ -97,6 +97,8 @@ class RunArgs(Group):
     """metric val/.../mean@n: also keep the checkpoint with its best lower confidence bound"""
     stop_when: Annotated[str, MAY_CHANGE] = ""
     """end the run after the step in which this holds, such as "val/x/mean@1 >= 0.9\""""
+    max_seconds: Annotated[float, Ge(0), NOT_COMPARED] = 0.0
+    """end the run in time for its last validation, save and export, so long after its start; 0: no limit"""
     save_rollouts: Annotated[int | Literal["all"], Ge(0), MAY_CHANGE] = 1
     """groups of each step's training samples to keep in <run>/rollouts, or all"""
     export_model: Annotated[bool, MAY_CHANGE] = True

@@ -1,22 +1,27 @@
-"""--stop-when and --keep-best: what a step's metrics say about the run's end and best checkpoint."""
+"""--stop-when, --max-seconds and --keep-best: when a run ends, and which checkpoint is its best."""
 
 import difflib
 import math
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from lib import InputError
 from lib.args import RunArgs, StopWhen
 
 Best = dict[str, Any]  # metric, step, value, lower_bound
+STAGES = ("step", "save", "validation")
 
 
 @dataclass
 class Goals:
     args: RunArgs
     _seen: set[str] = field(default_factory=set)  # metrics that have been found, or were noted as missing
+    _longest: dict[str, float] = field(default_factory=dict)  # seconds of a step, a validation, a save
 
     def reached(self, metrics: Mapping[str, float]) -> float | None:
         """The metric of --stop-when, if the condition holds for these metrics of a step. It notes once that there is no
@@ -27,6 +32,19 @@ class Goals:
             print(f"note: --stop-when {flag!r}: {missing}; the run goes on until one holds", flush=True)
         value = metrics.get(condition.metric)
         return value if value is not None and condition.holds(value) else None
+
+    def took(self, stage: str, seconds: float) -> None:
+        self._longest[stage] = max(seconds, self._longest.get(stage, 0.0))
+
+    def out_of_time(self, validates: bool) -> bool:
+        """Whether --max-seconds leaves too little for another step and what follows the last one. An export takes as
+        long as a save; what has not run yet, as long as a step."""
+        if not self.args.max_seconds:
+            return False
+        [step, save, validation] = (self._longest.get(stage, self._longest["step"]) for stage in STAGES)
+        writes = (self.args.save_every > 0) + self.args.export_model
+        needed = step + writes * save + validates * validation
+        return time.time() - psutil.Process().create_time() + needed > self.args.max_seconds
 
     def better(self, best: Best | None, step: int, metrics: Mapping[str, float]) -> Best | None:
         """The new best of --keep-best, if the step's bound is above the one of `best`. Raises InputError if there is no

@@ -19,6 +19,7 @@ import math
 import os
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
@@ -74,7 +75,7 @@ class Run:
     command: str = ""  # that was typed (only on rank 0)
     locks: ExitStack = field(default_factory=ExitStack)  # of its folders (only on rank 0)
     recorder: NoRecorder = field(default_factory=NoRecorder)  # of what steps take from outside
-    last_step: int = field(init=False)  # --total-steps, or the step in which --stop-when held
+    last_step: int = field(init=False)  # --total-steps, or that of --stop-when or --max-seconds
     best: dict[str, Any] | None = None  # of --keep-best: metric, step, value, lower_bound
     _saving: Future | None = None
     _writing: Future | None = None
@@ -166,12 +167,15 @@ class Run:
             mismatch = reduced["rollout/k3"], self.max_mismatch, f"in step {step}"
             distributed.on_first_rank(lambda: check_mismatch(*mismatch))
         self._stop_if_reached(step)
+        self._stop_in_time(step, reduced["timing_s/step"])
         return reduced
 
     def validate(self, validation: Callable[[Any, int], dict[str, float]], actor: TrainedModel, step: int) -> None:
         """Validates and logs, if that is due after this step. A collective."""
         if self.validates(step):
+            started = time.monotonic()
             self.tracker.log(validation(actor, step), step)
+            self._goals.took("validation", time.monotonic() - started)
 
     def validates(self, step: int) -> bool:
         """True if validation is due after this step, or before the first one."""
@@ -202,6 +206,7 @@ class Run:
             rows = {key: value for key, value in state.items() if isinstance(value, DataProto)}
             batches |= {f"{name}.{key}": value for key, value in rows.items()}
             states[name] = {key: value for key, value in state.items() if key not in rows}
+        started = time.monotonic()
         self._saving = checkpoints.save_checkpoint(
             self.folder / "checkpoints",
             step,
@@ -212,6 +217,7 @@ class Run:
             config=self.config,
             **_of_checkpoint(models),
         )
+        self._saving.add_done_callback(lambda _: self._goals.took("save", time.monotonic() - started))
 
     def save_rollouts(self, step: int, batch: DataProto, outputs: Outputs, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes --save-rollouts groups while training goes on. The next call raises what went wrong."""
@@ -277,6 +283,15 @@ class Run:
             if self.world.rank == 0:
                 reached = f"it is {value:g} after step {step}, the last"
                 print(f"--stop-when {self.args.stop_when!r}: {reached}", flush=True)
+
+    def _stop_in_time(self, step: int, seconds: float) -> None:
+        """Makes this step, which took so long, the last if --max-seconds has no room for another. A collective."""
+        self._goals.took("step", seconds)
+        validates = self.validation.enabled and self.validation.val_every > 0
+        if step < self.last_step and distributed.on_first_rank(lambda: self._goals.out_of_time(validates)):
+            self.last_step = step
+            if self.world.rank == 0:
+                print(f"--max-seconds {self.args.max_seconds:g}: step {step} is the last", flush=True)
 
     def _is_better(self, step: int) -> bool:
         """Whether the step's validation is the best of --keep-best so far; it then is `best`. A collective."""

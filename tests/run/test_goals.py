@@ -1,4 +1,4 @@
-"""--keep-best and --stop-when."""
+"""--keep-best, --stop-when and --max-seconds."""
 
 import math
 import shutil
@@ -212,5 +212,19 @@ def test_a_run_ends_after_the_step_in_which_the_condition_holds(tmp_path):
 
     done = ran(fork("grpo", tmp_path, *flags, "--stop-when", f"{MEAN} >= 0", "--resume", "auto"))
     assert "after step 2, the last" in done.stdout and metrics(run)[-1]["step"] == 2  # whose validation has that too
-    done = ran(fork("grpo", tmp_path, *flags, "--resume", "auto", "--total-steps", "3"))
-    assert metrics(run)[-1]["step"] == 3
+    done = ran(fork("grpo", tmp_path, *flags, "--resume", "auto", "--max-seconds", "1"))
+    assert "--max-seconds 1: step 3 is the last" in done.stdout  # the least that a run trains
+    assert metrics(run)[-1]["step"] == 3 and MEAN in metrics(run)[-1]
+    assert max(path.name for path in (run / "checkpoints").iterdir()) == "step_000003"
+
+
+def test_what_follows_the_last_step_fits_in_the_time():
+    """Beside these seconds the age of this process is nothing."""
+    goals = Goals(RunArgs(max_seconds=100e3))
+    goals.took("step", 20e3)
+    assert not goals.out_of_time(validates=True)  # 20 of the next step, and as much for validation, save and export
+    goals.took("validation", 45e3)
+    assert goals.out_of_time(validates=True) and not goals.out_of_time(validates=False)
+    goals.took("save", 45e3)
+    assert goals.out_of_time(validates=False)
+    assert not Goals(RunArgs()).out_of_time(validates=True)
