@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
-.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff curves bench docs lint format clean
+.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff paper curves bench docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -72,7 +72,11 @@ test-fast: setup  ## kernels, data, metrics, documents, in two minutes: what to 
 A := grpo
 B := dapo
 diff:  ## what one script changes in another: make diff A=grpo B=dapo
+	@for name in $(A) $(B); do test -f $$name.py || { echo "no $$name.py; a method of papers/: make paper P=$$name"; exit 1; }; done
 	@diff -u $(A).py $(B).py || test $$? = 1
+
+paper: setup  ## write the script of a method in papers/: make paper P=distill
+	$(BIN)/python -m tools.paper apply $(P)
 
 curves: setup  ## the learning curves of the documents (an hour); a part: make curves ARGS="--scripts dapo --variants"
 	$(BIN)/python benchmarks/curves.py $(ARGS)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ MOST_LINES = 80  # changed by a diff, see `changed_lines`
 RESULT = re.compile(r"(?<=<!-- begin -->\n).*?(?=<!-- end -->)", re.S)  # a generated table
 METRIC = "val/toy/arithmetic/mean@1"
 SMALL = (
-    *("--config", "data/toy/preset.yaml", "--train-files", "data/toy/val.jsonl", "--total-steps", "2"),
-    *("--prompts-per-step", "8", "--group-size", "4", "--lr", "3e-4", "--save-every", "1", "--keep-checkpoints", "0"),
+    *("--config", "data/toy/preset.yaml", "--train-files", "data/toy/val.jsonl", "--lr", "3e-4"),
+    *("--prompts-per-step", "8", "--group-size", "4", "--save-every", "1", "--keep-checkpoints", "0"),
     *("--val-every", "0", "--no-val-before-train", "--no-export-model"),
 )
 OF_RANKS = ("perf/", "timing_", "rollout/imbalance", "training/micro_batches")  # metrics that depend on the ranks
@@ -122,7 +123,9 @@ def apply(name: Positional[str]) -> None:
 
 def write(script: Path, text: str) -> None:
     if script.exists() and script.read_text() != text:
-        raise InputError(f"{script} exists and has other lines: save it with `python -m tools.paper save`, or remove it")
+        raise InputError(
+            f"{script} exists and has other lines: save it with `python -m tools.paper save`, or remove it"
+        )
     script.write_text(text)
     print(f"wrote {script}")
 
@@ -143,7 +146,9 @@ def refresh(only: Positional[tuple[str, ...]] = ()) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder, base = Path(temporary), f"{base_of(name)}.py"
             git = ["git", "-C", str(ROOT)]
-            of_diff = subprocess.check_output([*git, "log", "-1", "--format=%H", "--", f"papers/{name}.diff"], text=True)
+            of_diff = subprocess.check_output(
+                [*git, "log", "-1", "--format=%H", "--", f"papers/{name}.diff"], text=True
+            )
             old = folder / base
             old.write_bytes(subprocess.check_output([*git, "show", f"{of_diff.strip()}:{base}"]))
             script = patched(name, folder, old)
@@ -226,8 +231,9 @@ def check_runs(name: str, folder: Path, run: Callable[..., Any]) -> None:
     page = page_of(name)
     if page["check"] is None:
         spawn(["bash", "-ec", page["prepare"]], folder)
-    flags = [*SMALL, *(page["method"] if page["check"] is None else page["check"]), "--output-dir", str(folder)]
-    flags += ["--total-steps", "2"]
+    flags = [*SMALL, *(page["method"] if page["check"] is None else page["check"]), "--total-steps", "2"]
+    flags = [str(folder / word) if (folder / word).exists() else word for word in flags]
+    flags += ["--output-dir", str(folder)]
     kept, first = str(folder / "kept"), str(folder / "whole/checkpoints/step_000001")
     run([*flags, "--run-name", "whole", "--record", kept])
     run([*flags, "--run-name", "replay", "--replay", kept])
@@ -237,8 +243,11 @@ def check_runs(name: str, folder: Path, run: Callable[..., Any]) -> None:
     compare(f"{name}: a replay", whole, metrics(folder / "replay"), 0)
     compare(f"{name}: a resume", whole[1:], metrics(folder / "resume"), 0)
     compare(f"{name}: two ranks", whole, ranks, 1e-3)  # sums in another order
-    ends = [folder / run / "checkpoints/step_000002/manifest.json" for run in ("whole", "resume")]
-    if len({end.read_text() for end in ends}) > 1:
+    ends = [
+        json.loads((folder / run / "checkpoints/step_000002/manifest.json").read_text()) for run in ("whole", "resume")
+    ]
+    weights = [{name: end["files"][name] for name in end["files"] if name.endswith(".distcp")} for end in ends]
+    if weights[0] != weights[1]:
         raise InputError(f"{name}: a resume after step 1 ends with another checkpoint")
 
 
@@ -254,6 +263,17 @@ def compare(what: str, rows: list[dict], others: list[dict], tolerance: float) -
 
 
 # ---- record --------------------------------------------------------------------------------------
+def measure(folder: Path, metric: str, script: str, flags: list[str], seed: int, steps: int = 0) -> dict[str, Any]:
+    """A run of the script in a workplace: the metric by step, and its CPU seconds. steps: if the flags do not say."""
+    command = [sys.executable, f"{script}.py", *flags, "--seed", str(seed), "--save-every", "0"]
+    command += ["--no-export-model", "--save-rollouts", "0", "--run-name", f"{script}-{seed}-{steps}"]
+    seconds = spawn([*command, *(["--total-steps", str(steps)] if steps else [])], folder)
+    rows = metrics(folder / f"runs/{script}-{seed}-{steps}")
+    values = [[row["step"], row[metric]] for row in rows if metric in row]
+    print(f"{script}, seed {seed}: {values[-1]}, {seconds} CPU s", flush=True)
+    return {"seed": seed, "values": values, "steps": rows[-1]["step"], "cpu_seconds": seconds}
+
+
 def record(name: Positional[str], seeds: int = 3, metric: str = METRIC) -> None:
     """Runs the method and its base by the page's commands, the base for as many steps as take the same CPU seconds."""
     from benchmarks.curves import provenance
@@ -263,16 +283,7 @@ def record(name: Positional[str], seeds: int = 3, metric: str = METRIC) -> None:
         folder = Path(temporary)
         workplace(name, folder)
         spawn(["bash", "-ec", page["prepare"]], folder)
-
-        def run(script: str, flags: list[str], seed: int, steps: int = 0) -> dict[str, Any]:
-            command = [sys.executable, f"{script}.py", *flags, "--seed", str(seed), "--save-every", "0"]
-            command += ["--no-export-model", "--save-rollouts", "0", "--run-name", f"{script}-{seed}-{steps}"]
-            seconds = spawn([*command, *(["--total-steps", str(steps)] if steps else [])], folder)
-            rows = metrics(folder / f"runs/{script}-{seed}-{steps}")
-            values = [[row["step"], row[metric]] for row in rows if metric in row]
-            print(f"{script}, seed {seed}: {values[-1]}, {seconds} CPU s", flush=True)
-            return {"seed": seed, "values": values, "steps": rows[-1]["step"], "cpu_seconds": seconds}
-
+        run = partial(measure, folder, metric)
         runs[name] = [run(name, page["method"], seed) for seed in range(1, seeds + 1)]
         start, whole = run(base, page["base"], 1, 1), run(base, page["base"], 1)
         goal = sum(one["cpu_seconds"] for one in runs[name]) / seeds
@@ -320,7 +331,11 @@ def result_table(found: dict) -> str:
     lines = []
     for script, runs in found["runs"].items():
         steps = [step for step, _ in runs[0]["values"]]
-        lines += ["", f"| {script}.py after step | {' | '.join(map(str, steps))} | CPU s |", "|---" * (len(steps) + 2) + "|"]
+        lines += [
+            "",
+            f"| {script}.py after step | {' | '.join(map(str, steps))} | CPU s |",
+            "|---" * (len(steps) + 2) + "|",
+        ]
         for run in runs:
             values = " | ".join(f"{value:.3f}" for _, value in run["values"])
             lines.append(f"| seed {run['seed']} | {values} | {run['cpu_seconds']} |")
