@@ -114,7 +114,7 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str
 
 def provenance(jobs: int) -> dict:
     describe = ["git", "describe", "--always", "--exclude", "*"]
-    results = [":!benchmarks/results", ":!docs"]  # which a benchmark writes
+    results = [":!benchmarks/results", ":!docs", ":!papers/*.md", ":!papers/records"]  # which a benchmark writes
     changed = ["git", "diff", "--quiet", "HEAD", "--", ".", *results]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     dirty = "-dirty" if subprocess.run(changed, cwd=ROOT).returncode else ""

@@ -18,7 +18,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,7 +36,6 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "papers"
 BASES = ("grpo", "ppo", "remax", "dapo")
 MOST_LINES = 80  # changed by a diff, see `changed_lines`
-RESULT = re.compile(r"(?<=<!-- begin -->\n).*?(?=<!-- end -->)", re.S)  # a generated table
 METRIC = "val/toy/arithmetic/mean@1"
 SMALL = (
     *("--config", "data/toy/preset.yaml", "--train-files", "data/toy/val.jsonl", "--lr", "3e-4"),
@@ -132,12 +130,17 @@ def write(script: Path, text: str) -> None:
 
 def save(name: Positional[str], base: str = "") -> None:
     """Writes the diff of NAME.py, and a template of its page if there is none. base: without it the diff's."""
-    text = difference(ROOT / f"{base or base_of(name)}.py", Path(f"{name}.py"))
+    base = base or base_of(name)
+    text = difference(ROOT / f"{base}.py", Path(f"{name}.py"))
     (FOLDER / f"{name}.diff").write_text(text)
     page = FOLDER / f"{name}.md"
     if not page.exists():
         page.write_text(TEMPLATE.format(name=name, base=base))
     print(f"papers/{name}.diff: {changed_lines(text)} changed lines, at most {MOST_LINES}")
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 
 
 def refresh(only: Positional[tuple[str, ...]] = ()) -> None:
@@ -163,7 +166,7 @@ def refresh(only: Positional[tuple[str, ...]] = ()) -> None:
 
 # ---- the page ------------------------------------------------------------------------------------
 def page_of(name: str) -> dict[str, Any]:
-    """prepare: shell lines; method, base: flags; check: flags or None. Raises InputError if the page lacks a command."""
+    """prepare: shell lines; method, base: flags; check: flags or None. Raises InputError if one is missing."""
     text, base = (FOLDER / f"{name}.md").read_text(), base_of(name)
     lines = text.partition("```bash\n")[2].partition("\n```")[0].replace("\\\n", " ").splitlines()
     starts = [line.split("#")[0].split(".py")[0] for line in lines]
@@ -251,6 +254,12 @@ def check_runs(name: str, folder: Path, run: Callable[..., Any]) -> None:
         raise InputError(f"{name}: a resume after step 1 ends with another checkpoint")
 
 
+def saved_states(run: Path) -> dict[str, dict]:
+    """{file of weights and optimizer states after step 2: size and hash}"""
+    files = json.loads((run / "checkpoints/step_000002/manifest.json").read_text())["files"]
+    return {file: files[file] for file in files if file.endswith(".distcp")}
+
+
 def compare(what: str, rows: list[dict], others: list[dict], tolerance: float) -> None:
     """Raises InputError with the first metric that differs by more than the tolerance, relative to the larger or 1."""
     if len(rows) != len(others):
@@ -331,11 +340,8 @@ def result_table(found: dict) -> str:
     lines = []
     for script, runs in found["runs"].items():
         steps = [step for step, _ in runs[0]["values"]]
-        lines += [
-            "",
-            f"| {script}.py after step | {' | '.join(map(str, steps))} | CPU s |",
-            "|---" * (len(steps) + 2) + "|",
-        ]
+        lines += ["", f"| {script}.py after step | {' | '.join(map(str, steps))} | CPU s |"]
+        lines += ["|---" * (len(steps) + 2) + "|"]
         for run in runs:
             values = " | ".join(f"{value:.3f}" for _, value in run["values"])
             lines.append(f"| seed {run['seed']} | {values} | {run['cpu_seconds']} |")
@@ -344,10 +350,15 @@ def result_table(found: dict) -> str:
 
 
 def tables() -> dict[Path, str]:
-    """{file: its text with the present tables}"""
-    pages = {ROOT / "docs/papers.md": methods_table()}
-    pages |= {FOLDER / f"{name}.md": result_table(found) for name in names() if (found := record_of(name))}
-    return {page: RESULT.sub(lambda _: pages[page], page.read_text()) for page in pages}
+    """{page: its text with the present table}"""
+    present = {ROOT / "docs/papers.md": methods_table()}
+    present |= {FOLDER / f"{name}.md": result_table(found) for name in names() if (found := record_of(name))}
+    texts = {}
+    for page, rows in present.items():
+        before, begin, rest = page.read_text().partition("<!-- begin -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        texts[page] = f"{before}{begin}{rows}{end}{after}"
+    return texts
 
 
 def table() -> None:

@@ -24,7 +24,7 @@ def test_a_method_runs_replays_and_resumes_on_any_number_of_ranks(tmp_path, name
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in paper.names() if paper.record_of(name)])
 def test_a_method_learns_what_its_record_says(tmp_path, name):
-    """Seed 1 ends at most 0.1 below the worst recorded seed: another CPU rounds differently, and samples differently."""
+    """Seed 1 ends at most 0.1 below the worst recorded seed: another CPU rounds and then samples differently."""
     page, found = paper.page_of(name), paper.record_of(name)
     paper.workplace(name, tmp_path)
     paper.spawn(["bash", "-ec", page["prepare"]], tmp_path)
@@ -132,7 +132,7 @@ def test_commands_of_a_page_are_read(repository):
 def test_other_metrics_are_an_error(value):
     rows = [{"step": 1, "a": 1.0, "perf/mfu": 0.1}]
     others = [{"step": 1, "perf/mfu": 0.2} | ({} if value is None else {"a": value})]
-    with pytest.raises(InputError, match="a replay: a of step 1 is (1.1|nan), not 1.0"):
+    with pytest.raises(InputError, match=r"a replay: a of step 1 is (1\.1|nan), not 1\.0"):
         paper.compare("a replay", rows, others, 1e-3)
     paper.compare("a replay", rows, [{"step": 1, "a": 1.0005}], 1e-3)
 
