@@ -73,7 +73,7 @@ COSTS = {"training/tokens": "prompt and response tokens, summed", "timing_s/step
 
 
 def job_env(ranks: int) -> dict[str, str]:
-    """For launch/one_node.sh, which looks for torchrun on the PATH."""
+    """For tools/launch/one_node.sh, which looks for torchrun on the PATH."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return os.environ | {"OMP_NUM_THREADS": "1", "GPUS": str(ranks), "PATH": path}
 
@@ -83,7 +83,7 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str
 
     keys: more metrics of which the curves are wanted."""
     with tempfile.TemporaryDirectory() as folder:
-        launcher = sys.executable if ranks == 1 else "launch/one_node.sh"
+        launcher = sys.executable if ranks == 1 else "tools/launch/one_node.sh"
         command = [launcher, f"{script}.py", *FLAGS.split(), *shlex.split(flags), "--seed", str(seed)]
         command += ["--output-dir", folder, "--run-name", "run"]
         with Path(folder, "log").open("w") as log:
