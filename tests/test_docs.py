@@ -17,7 +17,7 @@ from lib.cli.yaml_files import read_yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCS = [*PAGES, *sorted((ROOT / "docs/recipes").glob("*.md"))]
+DOCS = [*PAGES, *sorted((ROOT / "docs/recipes").glob("*.md")), *sorted((ROOT / "papers").glob("*.md"))]
 DOCS += [ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
@@ -159,8 +159,15 @@ OF_OTHERS = {
     *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
     *("--map-root-user", "--net", "--user"),  # of unshare
     *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers
-    *("--teacher", "--teacher-coef", "--mu", "--mu-end", "--mu-steps", "--phi"),  # which your_own.md adds
 }
+
+
+def flags_of_methods() -> set[str]:
+    """Those that the diffs of papers/ add."""
+    names = {
+        name for file in ROOT.glob("papers/*.diff") for name in re.findall(r"^\+    (\w+): ", file.read_text(), re.M)
+    }
+    return {f"--{name.replace('_', '-')}" for name in names}
 
 
 def flags_of_programs() -> set[str]:
@@ -188,7 +195,7 @@ RENAMED |= {f"--{name.replace('_', '-')}" for name in read_yaml(OTHER_NAMES, "")
 
 def test_flags_that_documents_name_exist():
     """In a script, in a program of ours, or in one that is listed here."""
-    known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs()
+    known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs() | flags_of_methods()
     known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS | RENAMED
     named = {(doc.name, flag) for doc in DOCS for flag in FLAG.findall(doc.read_text()) if flag not in known}
     assert {(page, flag) for page, flag in named if not flag.startswith(FORMER_SETTINGS)} == set()

@@ -318,7 +318,7 @@ def methods_table() -> str:
         title = text.partition("\n")[0].removeprefix("# ")
         papers = re.findall(r"\[[\d.]+\]\(https://arxiv.org/abs/[\d.]+\)", text.split("\n\n")[1])
         cells = [f"[{title}](../papers/{name}.md)", ", ".join(papers), base_of(name), str(changed_lines(text_of(name)))]
-        lines.append(f"| {' | '.join(cells + (summary(name, found) if found else ['not measured yet', '', '']))} |")
+        lines.append(f"| {' | '.join(cells + (summary(name, found) if found else ['see its page', '', '']))} |")
     return "\n".join(lines) + "\n"
 
 

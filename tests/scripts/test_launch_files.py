@@ -306,6 +306,8 @@ def test_the_lock_for_gpus_is_what_requirements_txt_asks_for():
     assert {"torchaudio", "torchcodec", "nvidia-nccl-cu13"} <= gpu.keys()
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", *(f"tools/launch/requirements-{of}.txt" for of in ("cpu", "gpu"))])
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", *(f"tools/launch/requirements-{of}.txt" for of in ("cpu", "gpu"))]
+)
 def test_requirements_name_no_index(name):
     assert not re.search(r"://|^\s*-|@", (ROOT / name).read_text(), re.MULTILINE)
