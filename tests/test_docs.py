@@ -164,10 +164,8 @@ OF_OTHERS = {
 
 def flags_of_methods() -> set[str]:
     """Those that the diffs of papers/ add."""
-    names = {
-        name for file in ROOT.glob("papers/*.diff") for name in re.findall(r"^\+    (\w+): ", file.read_text(), re.M)
-    }
-    return {f"--{name.replace('_', '-')}" for name in names}
+    diffs = "".join(file.read_text() for file in ROOT.glob("papers/*.diff"))
+    return {f"--{name.replace('_', '-')}" for name in re.findall(r"^\+    (\w+): ", diffs, flags=re.M)}
 
 
 def flags_of_programs() -> set[str]:

@@ -1,6 +1,7 @@
 """Every method of papers/: its diff applies and is short, and its script runs, replays, resumes and runs on two ranks.
 What a method computes is tested in a file of its own."""
 
+import shlex
 import subprocess
 
 import pytest
@@ -25,10 +26,10 @@ def test_a_method_runs_replays_and_resumes_on_any_number_of_ranks(tmp_path, name
 @pytest.mark.parametrize("name", [name for name in paper.names() if paper.record_of(name)])
 def test_a_method_learns_what_its_record_says(tmp_path, name):
     """Seed 1 ends at most 0.1 below the worst recorded seed: another CPU rounds and then samples differently."""
-    page, found = paper.page_of(name), paper.record_of(name)
+    commands, found = paper.commands_of(name), paper.record_of(name)
     paper.workplace(name, tmp_path)
-    paper.spawn(["bash", "-ec", page["prepare"]], tmp_path)
-    again = paper.measure(tmp_path, found["metric"], name, page["method"], 1)
+    paper.spawn(["bash", "-ec", commands.prepare], tmp_path)
+    again = paper.measure(tmp_path, found["metric"], name, commands.method, 1)
     assert again["values"][-1][1] > min(run["values"][-1][1] for run in found["runs"][name]) - 0.1
 
 
@@ -39,9 +40,12 @@ def test_tables_are_those_of_the_records():
 
 def test_a_record_is_of_the_commands_on_the_page():
     for name in filter(paper.record_of, paper.names()):
-        page, found = paper.page_of(name), paper.record_of(name)
+        commands, found = paper.commands_of(name), paper.record_of(name)
         assert {*found["runs"]} == {name, paper.base_of(name)}
-        assert found["flags"] == {name: " ".join(page["method"]), paper.base_of(name): " ".join(page["base"])}, name
+        assert found["flags"] == {
+            name: shlex.join(commands.method),
+            paper.base_of(name): shlex.join(commands.base),
+        }, name
         assert "dirty" not in found["commit"] and len(found["runs"][name]) >= 3
 
 
@@ -76,7 +80,7 @@ def test_a_diff_follows_its_base(repository, capsys):
     edit(script, 4, "line4 = 'mine'")
     paper.save("mine", base="grpo")
     assert "papers/mine.diff: 1 changed lines" in capsys.readouterr().out
-    assert paper.changed_lines(paper.text_of("mine")) == 1 and (repository / "papers/mine.md").exists()
+    assert paper.changed_lines(paper.diff_of("mine")) == 1 and (repository / "papers/mine.md").exists()
     commit(repository)
     script.unlink()
 
@@ -84,7 +88,7 @@ def test_a_diff_follows_its_base(repository, capsys):
     with pytest.raises(InputError, match=r"papers/mine\.diff does not apply to grpo\.py"):
         paper.apply("mine")
     paper.refresh()  # the lines are next to each other: a conflict
-    assert "<<<<<<<" in script.read_text() and "mine: 1 conflicts" in capsys.readouterr().out
+    assert "<<<<<<<" in script.read_text() and "mine: conflicts" in capsys.readouterr().out
     edit(script, 3, "line3 = 'theirs'")
     script.write_text(base.read_text().replace("line4 = 4", "line4 = 'mine'"))
     paper.save("mine")
@@ -110,7 +114,7 @@ def test_mistakes_are_one_line_each(repository):
         paper.check_text("mine", repository / "mine.py")
     (repository / "papers/mine.md").write_text("```bash\npython mine.py\n```\n")
     with pytest.raises(InputError, match=r"needs `python mine\.py \.\.\.`, then `python grpo\.py"):
-        paper.page_of("mine")
+        paper.commands_of("mine")
 
 
 def test_commands_of_a_page_are_read(repository):
@@ -120,12 +124,12 @@ def test_commands_of_a_page_are_read(repository):
     block = "make paper P=mine\npython - <<'END'\nprint(1)\nEND\npython mine.py --a 'b c' \\\n  --d  # why\n"
     block += "python grpo.py --total-steps 3\n# check: --lr 1e-3\n"
     (repository / "papers/mine.md").write_text(f"# Mine\n\n```bash\n{block}```\n\n```bash\npython other.py\n```\n")
-    assert paper.page_of("mine") == {
-        "prepare": "python - <<'END'\nprint(1)\nEND",
-        "method": ["--a", "b c", "--d"],
-        "base": ["--total-steps", "3"],
-        "check": ["--lr", "1e-3"],
-    }
+    assert paper.commands_of("mine") == (
+        "python - <<'END'\nprint(1)\nEND\n",
+        ["--a", "b c", "--d"],
+        ["--total-steps", "3"],
+        ["--lr", "1e-3"],
+    )
 
 
 @pytest.mark.parametrize("value", [1.1, None])
