@@ -247,7 +247,7 @@ def test_the_steps_of_a_dockerfile_run(tmp_path, name, requirements):
     for step, words in steps[:setup]:
         if step == "COPY":
             _, *sources, folder = words.split()
-            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
             for source in sources:
                 shutil.copy(ROOT / source, tmp_path / folder)
     (tmp_path / "bin").mkdir()
