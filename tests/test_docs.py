@@ -164,9 +164,9 @@ OF_OTHERS = {
 
 
 def flags_of_programs() -> set[str]:
-    """Of data/, benchmarks/, launch/, rewards/ and tools/: parameters, fields of dataclasses and words."""
+    """Of data/, benchmarks/, rewards/ and tools/: parameters, fields of dataclasses and words."""
     paths = [*(ROOT / "data").glob("*.py"), *(ROOT / "rewards").glob("*.py")]
-    paths += [path for folder in ("benchmarks", "tools", "launch") for path in (ROOT / folder).rglob("*.py")]
+    paths += [path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
     names = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -221,7 +221,7 @@ def test_servers_are_started_on_an_address():
         ROOT / "README.md",
         *(
             path
-            for room in ("docs", "lib", "agent", "servers", "planner", "rewards", "launch")
+            for room in ("docs", "lib", "agent", "servers", "planner", "rewards", "tools")
             for path in (ROOT / room).rglob("*")
         ),
     ]
@@ -236,7 +236,7 @@ def test_modules_that_commands_name_exist():
     paths = [ROOT / "README.md", ROOT / "Makefile"]
     paths += [
         path
-        for room in ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks", "launch")
+        for room in ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks")
         for path in (ROOT / room).rglob("*")
     ]
     texts = [path.read_text() for path in paths if path.suffix in (".md", ".py", ".sh", "") and path.is_file()]
@@ -381,4 +381,4 @@ def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
     assert set(re.findall(r"torch==[\d.]+", page)) == {
         line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
     }
-    assert all((ROOT / "launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
+    assert all((ROOT / "tools/launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
