@@ -137,7 +137,7 @@ def step(world, paths, tokens, size=1, tensor=1, zero1=False, lora=False):
     batch = groups_batch([(5, [4, 1, 9, 6]), (7, [3, 3, 8, 2])])
     batch = batch[list(range(world.rank, len(batch), world.size))]
 
-    ids, log_q = teacher.batched_signal(batch, partial(top_k, k=K))
+    _, _, ids, log_q = teacher.batched_signal(batch, partial(top_k, k=K))
     batch.batch["teacher_ids"], batch.batch["teacher_top_k"] = ids, log_q
     whole, losses = teacher.compared(reverse_kl), torch.zeros((), dtype=torch.float64)
 
