@@ -29,7 +29,7 @@ def top_k(log_p: Tensor, k: int, vocab_size: int | None = None) -> tuple[Tensor,
 
 def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(q ‖ p) = sum of q (log q − log p) over the last dimension: the policy covers all that the teacher does (GKD,
-    arXiv 2306.13649; Hinton et al., 1503.02531). With K tokens and the rest, take the teacher's likeliest."""
+    arXiv 2306.13649). With K tokens and the rest, take the teacher's likeliest."""
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
