@@ -22,8 +22,8 @@ class Column(NamedTuple):
 
     @property
     def width(self) -> str:
-        """The last dimension: "P" is padded on the left, "L" on both sides, "T" on the right, others are not."""
-        return self.shape.rpartition(", ")[2]
+        """The last dimension but K: "P" is padded on the left, "L" on both sides, "T" on the right, others are not."""
+        return self.shape.removesuffix(", K").rpartition(", ")[2]
 
 
 TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
@@ -92,6 +92,10 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("entropys", "B, T", "float32", "entropy before the update", "token masks", "if read"),
         Column("squared_score", "B, T", "float32", "1 - 2 p + sum of p^2 over the vocabulary", "advantages", "if read"),
     ),
+    "lib/core_algos/vocabulary.py: top_k": (
+        Column("teacher_ids", "B, T, K", "int64", "the teacher's likeliest tokens", "a copy's loss"),
+        Column("teacher_top_k", "B, T, K", "float32", "its log-probs of these and, last, the rest", "a copy's loss"),
+    ),
     "grpo.py: main": (
         Column("ref_log_prob", "B, T", "float32", "log-probs of reference", "KL", "if read", "ref_log_probs: float"),
     ),
@@ -131,13 +135,15 @@ HEAD = """\
 # Columns of a batch
 
 Every column that the batch of a step can have, in the order in which they are written. B responses, P prompt tokens, T
-response tokens, L = P + T, K rewards of gdpo's `reward_keys`. Columns with a dtype of torch are tensors in
-`batch.batch`. The others are object arrays in `batch.non_tensor_batch`, with the Python type of a row's value.
+response tokens, L = P + T, K rewards of gdpo's `reward_keys` or log-probs of a token. Columns with a dtype of torch are
+tensors in `batch.batch`. The others are object arrays in `batch.non_tensor_batch`, with the Python type of a row's
+value.
 
 What happens to a column:
 
 - **Balance, micro-batches, recording**: all columns go with their rows.
-- **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) on the right, and (B, L) on both sides.
+- **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) and (B, T, K) on the right, and (B, L) on
+  both sides.
 - **Gathered**: `add_advantages` sees the rows of all ranks. "always": where the batch has the column; "if read": where
   the estimator, correction, masks or KL of the run declare it ([`def read_columns(`](../lib/setup/needs.py));
   a script names its own: `gather_rows(batch, [..., "my_column"])`.

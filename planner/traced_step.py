@@ -27,7 +27,7 @@ from lib.distributed import World, accelerator, current_stage
 from lib.distributed.device import VISIBLE
 from lib.model import load, log_probs
 from lib.model.load import decoder_layers
-from lib.model.trained import RowIsolationCheck, TrainedModel
+from lib.model.trained import LanguageModel, TrainedModel
 from lib.model.update_checks import UpdateChecks
 from lib.model.vision import family_of
 from lib.rollout import Rollouts
@@ -197,7 +197,7 @@ class _Step:
                 (models, "compile_layers", lambda _: None),
                 *self.fused_kernels(),
                 (setup.models, "shard_model", shard),
-                (RowIsolationCheck, "checked", True),
+                (LanguageModel, "checked", True),
                 (TrainedModel, "begin_update", begun),
                 (TrainedModel, "backward", traced_backward),
                 (TrainedModel, "step", stepped),

@@ -114,15 +114,18 @@ def test_a_line_of_the_table_pads_gathers_and_saves_a_column(monkeypatch):
     lines = (
         Column("teacher", "B, T", "float32", "", "", "always", ": float", -7),
         Column("lr", "B", "float32", "", saved=": float"),
+        Column("top_k", "B, T, K", "float32", "", "", "always", fill=-7),
     )
     for column in lines:
         monkeypatch.setitem(COLUMNS, column.name, column)
     batch = trained_batch()  # its responses have 4, 2, 0 and 5 tokens
     batch.batch["teacher"], batch.batch["lr"] = torch.rand(4, 5), torch.rand(4)
-    narrow = batch[:2].select(["attention_mask", "prompts", "responses", "response_mask", "teacher"], [])
+    batch.batch["top_k"] = torch.stack([batch.batch["teacher"]] * 3, -1)
+    narrow = batch[:2].select(["attention_mask", "prompts", "responses", "response_mask", "teacher", "top_k"], [])
     narrow.batch.update({name: narrow.batch[name][:, :-1] for name in narrow.batch.keys() - {"prompts"}})
     fitted, _ = fit_columns([narrow, batch])
     assert fitted.batch["teacher"].equal(torch.cat([batch.batch["teacher"][:2, :4], torch.full((2, 1), -7.0)], 1))
+    assert fitted.batch["top_k"].equal(torch.stack([fitted.batch["teacher"]] * 3, -1))
     assert run_ranks(2, gathered, batch)[0]["teacher"].equal(batch.batch["teacher"])
     rows = rollouts_table(1, taken_out(batch, [0, 1, 2, 3]), load_tokenizer(TOY_MODEL)).to_pylist()
     for row, teacher, lr, n in zip(rows, batch.batch["teacher"], batch.batch["lr"], (4, 2, 0, 5)):

@@ -52,3 +52,4 @@ from lib.core_algos.reductions import (
 )
 from lib.core_algos.rollout_correction import compute_rollout_correction, get_rollout_correction_fn
 from lib.core_algos.token_masks import compute_token_masks
+from lib.core_algos.vocabulary import at_ids, forward_kl, reverse_kl, top_k

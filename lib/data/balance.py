@@ -51,8 +51,10 @@ def pad_rows(batch: DataProto, P: int, T: int) -> DataProto:
     left, right = P - batch.batch["prompts"].shape[1], T - batch.batch["response_mask"].shape[1]
     pads = {"P": (left, 0), "L": (left, right), "T": (0, right)}
     for name in COLUMNS.keys() & batch.batch.keys() if left or right else ():
-        if COLUMNS[name].width in pads:
-            batch.batch[name] = F.pad(batch.batch[name], pads[COLUMNS[name].width], value=COLUMNS[name].fill)
+        column = COLUMNS[name]
+        if column.width in pads:
+            pad = (0, 0) * column.shape.endswith("T, K") + pads[column.width]
+            batch.batch[name] = F.pad(batch.batch[name], pad, value=column.fill)
     return batch
 
 

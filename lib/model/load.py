@@ -27,7 +27,7 @@ from lib.data import local_copy
 from lib.distributed import TENSOR_PARALLEL_STYLES, enter_stage, fsdp_modules, layer_plan
 from lib.model.activations import keeping_activations_on_cpu, recompute_layers
 from lib.model.attention import attention_and_packing, lay_out, other_layers
-from lib.model.log_probs import logits_are_a_plain_product, token_log_probs
+from lib.model.log_probs import logits_are_a_plain_product, token_hidden_states, token_log_probs
 from lib.model.routing import ROUTERS, hook_routers
 from lib.model.values import token_values, value_head
 from lib.model.vision import family_of, prompt_logits, tower_layers, value_class, vision_names
@@ -169,10 +169,12 @@ class LoadOptions:
 
 def load_model(path: str, *, flag: str = "--model", **options: Any) -> PreTrainedModel:
     """A causal LM from a Hugging Face id, a folder or a .gguf file. options: those of `LoadOptions`. FSDP treats its
-    methods `token_log_probs` and, of a vision model, `prompt_logits` as forwards."""
+    methods `token_log_probs`, `token_hidden_states` and, of a vision model, `prompt_logits` as forwards."""
     how = LoadOptions(**options)
     model, missing = _from_pretrained(AutoModelForCausalLM, path, flag, how)
     model = _prepare(model, missing, f"{flag} {path}", token_log_probs, how)
+    model.token_hidden_states = types.MethodType(token_hidden_states, model)
+    model.fsdp_forward_methods += ("token_hidden_states",)
     if family_of(model.config) is not None:
         if not logits_are_a_plain_product(model):
             raise InputError(f"{flag} {path}: vision models with capped or scaled logits are not supported")

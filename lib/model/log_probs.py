@@ -17,11 +17,13 @@ from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import COMPILED, all_gather_lists
 from lib.model.attention import layout
-from lib.model.packing import in_micro_batches, of_responses
+from lib.model.packing import Forward, in_micro_batches, of_responses
 from lib.model.vision import with_images
 from lib.sampling import Truncation
 
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
+SIGNAL_CHUNK = 512  # of OverVocabulary, in which autograd keeps several tensors of a chunk's size
+Signal = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
 # How torch.compile compiles what follows the matrix product of LinearLogProbs, by device type. The first two options
 # keep the order of a row's sums for any number of rows, with which a resumed run may begin. The third: maximum and sum
@@ -144,6 +146,48 @@ def _gradient(logits, dtype, inv_temperature, y, lse, entropy, least, grad_logp,
     return through_p(logits).to(dtype).scatter_(-1, y, at_y.to(dtype))
 
 
+class OverVocabulary(torch.autograd.Function):
+    """signal(log_p, s): tensors (n, ...), by the log-probs (n, V) of a chunk s of tokens, log_softmax(h W^T /
+    temperature). Backward recomputes each chunk, by autograd."""
+
+    @staticmethod
+    def forward(ctx, signal, h, weight, inv_temperature):
+        ctx.set_materialize_grads(False)
+        parts = []
+        for i in range(0, max(len(h), 1), SIGNAL_CHUNK):
+            s = slice(i, i + SIGNAL_CHUNK)
+            parts.append(signal(_log_softmax(torch.mm(h[s], weight.T), inv_temperature), s))
+        results = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(h, weight)
+        ctx.signal, ctx.inv_temperature = signal, inv_temperature
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads):
+        h, weight = ctx.saved_tensors
+        dh = torch.zeros_like(h)
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        dw = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[2] else None
+        for i in range(0, len(h), SIGNAL_CHUNK):
+            s = slice(i, i + SIGNAL_CHUNK)
+            logits = torch.mm(h[s], weight.T).requires_grad_()
+            with torch.enable_grad():
+                results = ctx.signal(_log_softmax(logits, ctx.inv_temperature), s)
+            used = [x for x, grad in zip(results, grads) if grad is not None]
+            [dz] = torch.autograd.grad(used, logits, [grad[s] for grad in grads if grad is not None])
+            torch.mm(dz, weight, out=dh[s])
+            if dw is not None:
+                dw += dz.T @ h[s]
+            del logits, results, used, dz  # before those of the next chunk
+        return None, dh, None if dw is None else dw.to(weight.dtype), None
+
+
+def _log_softmax(logits: torch.Tensor, inv_temperature: float) -> torch.Tensor:
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * inv_temperature
+    return z.log_softmax(-1)
+
+
 def with_logits(fn: Callable, h: torch.Tensor, weight: torch.Tensor, *args):
     """fn(h W^T, *args); fn may overwrite the logits. On the devices of COMPILE it is compiled, into two loops over the
     logits forward and one backward. If that fails, it runs uncompiled from then on."""
@@ -177,20 +221,26 @@ def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
 
 
 def token_log_probs(
-    self, inputs: dict, select: torch.Tensor, y: torch.Tensor, temperature: float, sum_pi_squared=False, truncation=None
+    self, inputs: dict, select, y, temperature: float, sum_pi_squared=False, truncation=None, signal=None
 ) -> tuple[torch.Tensor, ...]:
-    """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,). A method that `load_model` binds.
-    inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the b * l; some may repeat."""
-    inputs = with_images(self, inputs)
+    """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,), then what `OverVocabulary` gives.
+    A method that `load_model` binds. inputs: what the decoder takes, over (b, l) positions; select (n,): indices into
+    the b * l; some may repeat."""
     if not logits_are_a_plain_product(self) or self.get_decoder() is self:
-        logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]
-        return _by_whole_logits(logits, y, temperature, sum_pi_squared, truncation)
-    h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
-    h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
-    weight = self.get_output_embeddings().weight
-    h = h.to(weight.dtype)  # Mamba-2 keeps it in fp32
+        logits = self(**with_images(self, inputs), use_cache=False).logits.flatten(0, 1)[select]
+        results = _by_whole_logits(logits, y, temperature, sum_pi_squared, truncation)
+        return results + signal(_log_softmax(logits, 1 / temperature), slice(None)) if signal else results
+    h, weight = token_hidden_states(self, inputs, select), self.get_output_embeddings().weight
     chunk = CPU_CHUNK if h.device.type == "cpu" else GPU_CHUNK
-    return LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, truncation)
+    results = LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, truncation)
+    return results + OverVocabulary.apply(signal, h, weight, 1 / temperature) if signal else results
+
+
+def token_hidden_states(self, inputs: dict, select: torch.Tensor) -> torch.Tensor:
+    """What the head multiplies at the selected positions, (n, D). Bound as `token_log_probs` is."""
+    h = self.get_decoder()(**with_images(self, inputs), use_cache=False).last_hidden_state
+    h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
+    return h.to(self.get_output_embeddings().weight.dtype)  # Mamba-2 keeps it in fp32
 
 
 def _by_whole_logits(logits, y, temperature: float, sum_pi_squared: bool, truncation) -> tuple[torch.Tensor, ...]:
@@ -208,7 +258,14 @@ def _by_whole_logits(logits, y, temperature: float, sum_pi_squared: bool, trunca
 
 
 def response_log_probs(
-    model: PreTrainedModel, batch: DataProto, temperature: float, *, sum_pi_squared=False, truncation=None, **layout
+    model: PreTrainedModel,
+    batch: DataProto,
+    temperature: float,
+    *,
+    sum_pi_squared=False,
+    truncation=None,
+    signal: Signal | None = None,
+    **layout,
 ) -> tuple[torch.Tensor, ...]:
     """Log-probs and entropies of the policy's own tokens, under the distribution that they were sampled from.
 
@@ -216,11 +273,25 @@ def response_log_probs(
     without gradient, for the optimal token baseline (arXiv 2602.07078). truncation: the sampler's. Do not truncate the
     reference: its log-prob would be -inf outside its set. KL(policy as sampled || whole reference) is finite and has
     the same gradient.
+    signal: a function of the whole distribution, such as those of lib/core_algos/vocabulary.py. It gets log-probs
+    (n, V) of some tokens, at this temperature and not truncated, and their (n, ...) of the batch's `columns`. It
+    returns a tensor (n, ...) or several, in which a token depends on itself alone.
 
-    Returns (log_probs, entropy), sum_pi_squared if asked for, and with a truncation a tensor that is 1 at tokens that
-    it would not have kept. Each is (B, T), and zero where response_mask is."""
-    of_tokens = {"temperature": temperature, "sum_pi_squared": sum_pi_squared, "truncation": truncation}
-    return of_responses(model, batch, partial(model.token_log_probs, **of_tokens), **layout)
+    Returns (log_probs, entropy), sum_pi_squared if asked for, with a truncation a tensor that is 1 at tokens that it
+    would not have kept, each (B, T), and the signal's results (B, T, ...). All are zero where response_mask is."""
+    return of_responses(model, batch, _forward(model, signal, temperature, sum_pi_squared, truncation), **layout)
+
+
+def _forward(model: PreTrainedModel, signal: Any, *settings) -> Forward:
+    def forward(inputs: dict, select: torch.Tensor, y: torch.Tensor, *of_tokens) -> tuple[torch.Tensor, ...]:
+        def of_chunk(log_p: torch.Tensor, s: slice) -> tuple[torch.Tensor, ...]:
+            results = signal(log_p, *(x[s] for x in of_tokens))
+            return results if isinstance(results, tuple) else (results,)
+
+        # FSDP would cast of_tokens to the compute dtype, were they arguments
+        return model.token_log_probs(inputs, select, y, *settings, signal and of_chunk)
+
+    return forward
 
 
 def batched_log_probs(
@@ -231,13 +302,16 @@ def batched_log_probs(
     *,
     sum_pi_squared: bool = False,
     truncation: Truncation | None = None,
+    signal: Signal | None = None,
     **layout: Any,
 ) -> list[torch.Tensor]:
-    """[log_probs, entropy] or [log_probs, entropy, sum_pi_squared] of `response_log_probs`, for a whole batch in
-    micro-batches, without gradients. A collective."""
-    of_tokens = {"temperature": temperature, "sum_pi_squared": sum_pi_squared, "truncation": truncation}
-    forward = partial(model.token_log_probs, **of_tokens)
-    return in_micro_batches(model, batch, forward, micro_batch_tokens, **layout)[: 2 + sum_pi_squared]
+    """[log_probs, entropy], sum_pi_squared if asked for, and the signal's results of `response_log_probs`, for a whole
+    batch in micro-batches, without gradients. A collective."""
+    forward = _forward(model, signal, temperature, sum_pi_squared, truncation)
+    results = in_micro_batches(model, batch, forward, micro_batch_tokens, **layout)
+    if truncation is not None:
+        del results[2 + sum_pi_squared]
+    return results
 
 
 # The greatest mean |log-prob difference| over tokens, in nats: (when only a row's neighbours change, which keeps all

@@ -3,7 +3,7 @@ prefix tree are packed into one row, in which a shared prefix occurs once. atten
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ class SequenceRows(NamedTuple):
     back: torch.Tensor  # (N,), for each token of the packed row: its index in these rows, concatenated
 
 
-Forward = Callable[[dict, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+Forward = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def of_responses(
@@ -79,23 +79,28 @@ def of_responses(
     share_prompts=True,
     row_group=None,
     routes: list[torch.Tensor] | None = None,
+    columns: Sequence[str] = (),
 ) -> tuple[torch.Tensor, ...]:
-    """Runs `forward(inputs, select, y)` on the trained tokens y (n,). Its results (n,) come back as rows (B, T), zero
-    where response_mask is.
+    """Runs `forward(inputs, select, y, *of_tokens)` on the trained tokens y (n,). Its results (n, ...) come back as
+    rows (B, T, ...), zero where response_mask is.
 
     batch: `input_ids`, `attention_mask`, `position_ids` (B, L), `responses`, `response_mask` (B, T).
     padding_free, share_prompts: False switches them off here; True is what `load_model` has decided.
     row_group: ranks that run their batches as one (packed_sdpa only), in collectives; some may be empty.
-    routes: gets the experts of each row's tokens, as in the column `routed_experts`."""
+    routes: gets the experts of each row's tokens, as in the column `routed_experts`.
+    columns: (B, T, ...) of the batch; of_tokens are theirs (n, ...)."""
     responses = batch.batch["responses"]
     if row_group is None:
         inputs, select, target, place = _response_inputs(model, batch, padding_free, share_prompts)
-        results = forward(inputs, select, responses.flatten()[target])
+        of_tokens = (batch.batch[name].flatten(0, 1)[target] for name in columns)
+        results = forward(inputs, select, responses.flatten()[target], *of_tokens)
         if routes is not None:
             routes += rows_of_routes(chosen_experts(model).cpu(), on_host(batch).batch["attention_mask"], place)
     else:
-        results, target = _of_group(model, batch, forward, share_prompts, row_group, routes)
-    return tuple(x.new_zeros(responses.numel()).index_copy(0, target, x).view_as(responses) for x in results)
+        results, target = _of_group(model, batch, forward, share_prompts, row_group, routes, columns)
+    size = responses.numel()
+    rows = (x.new_zeros(size, *x.shape[1:]).index_copy(0, target, x) for x in results)
+    return tuple(x.view(*responses.shape, *x.shape[1:]) for x in rows)
 
 
 @torch.no_grad()
@@ -103,12 +108,13 @@ def in_micro_batches(
     model: PreTrainedModel, batch: DataProto, forward: Forward, micro_batch_tokens: int, routes=None, **layout: Any
 ) -> list[torch.Tensor]:
     """`of_responses` of a whole batch without gradients. layout: its options, and routes. A collective."""
+    columns = layout.pop("columns", ())
     packing = layout.get("padding_free", True) and model.padding_free
     sharing = layout.get("share_prompts", True) and packing and model.share_prompts
     layout |= {"padding_free": packing, "share_prompts": sharing}
     micro_batches, rows = prepare_dynamic_batch(batch, micro_batch_tokens, **layout)
     found: list[torch.Tensor] | None = None if routes is None else []
-    parts = [of_responses(model, micro, forward, routes=found, **layout) for micro in micro_batches]
+    parts = [of_responses(model, micro, forward, routes=found, columns=columns, **layout) for micro in micro_batches]
     if found:
         routes += [found[i] for i in np.argsort([row for own in rows for row in own])]
     for module in fsdp_modules(model):  # without a backward FSDP2 would keep the root whole
@@ -123,6 +129,7 @@ def _of_group(
     share_prompts: bool,
     row_group: RowGroup,
     routes: list[torch.Tensor] | None,
+    columns: Sequence[str],
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
     """(results, target) for this rank's trained tokens. All rows of the group make one packed row, gathered on the CPU
     so that the host does not wait for a GPU. In sequence parallelism each rank runs a share of the tokens, and sends
@@ -131,12 +138,14 @@ def _of_group(
     group, rank, device = row_group.ranks, row_group.ranks.rank(), batch.batch["input_ids"].device
     rows = on_host(batch)
     rows.batch["rank"] = torch.full((len(rows),), rank)
+    rows.batch.update({name: batch.batch[name].cpu() for name in columns})
     if ROUTES in batch.non_tensor_batch:
         rows.non_tensor_batch[ROUTES] = batch.non_tensor_batch[ROUTES]
     rows = rows.all_gather(group)
     inputs, select, target, place = _response_inputs(model, rows, True, share_prompts)
     T = rows.batch["response_mask"].shape[1]
-    y = rows.batch["input_ids"][:, -T:].flatten()[target]
+    of_tokens = [rows.batch[name].flatten(0, 1)[target] for name in columns]
+    of_tokens.insert(0, rows.batch["input_ids"][:, -T:].flatten()[target])
     owner = rows.batch["rank"][target // T]  # (n,)
     own, before = owner == rank, (rows.batch["rank"] < rank).sum() * T  # before: tokens in the rows of lower ranks
     own_target = target[own] - before
@@ -146,11 +155,12 @@ def _of_group(
         routes.extend(itertools.compress(found, (rows.batch["rank"] == rank).tolist()))
 
     if row_group.split == "weights":
-        inputs, select, y, own, own_target = to_device((inputs, select, y, own.nonzero()[:, 0], own_target), device)
-        results = torch.stack(forward(inputs, select, y), 1)
+        on_cpu = (inputs, select, of_tokens, own.nonzero()[:, 0], own_target)
+        inputs, select, of_tokens, own, own_target = to_device(on_cpu, device)
+        results = forward(inputs, select, *of_tokens)
         if routes is not None:
             record(chosen_experts(model))
-        return TakeOwn.apply(results, own, group).unbind(1), own_target
+        return _parted(TakeOwn.apply(_joined(results), own, group), results), own_target
 
     whole = inputs["input_ids"].shape[1]
     inputs, tokens = _share_of_tokens(inputs, group)
@@ -159,11 +169,23 @@ def _of_group(
     runner = select[own] // tokens
     send, receive = (ranks.bincount(minlength=group.size()).tolist() for ranks in (owner[here], runner))
     own_target = own_target[runner.argsort(stable=True)]
-    inputs, select, y, own_target = to_device((inputs, select[here] - rank * tokens, y[here], own_target), device)
-    results = torch.stack(forward(inputs, select, y), 1)
+    own_share = (inputs, select[here] - rank * tokens, [x[here] for x in of_tokens], own_target)
+    inputs, select, of_tokens, own_target = to_device(own_share, device)
+    results = forward(inputs, select, *of_tokens)
     if routes is not None:
         record(DataProto.from_dict({ROUTES: chosen_experts(model)}).all_gather(group).batch[ROUTES])
-    return all_to_all(results, group, send, receive).unbind(1), own_target
+    return _parted(all_to_all(_joined(results), group, send, receive), results), own_target
+
+
+def _joined(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """(n, ...) each, as (n, sum of sizes) for one collective. Token ids become floats, exact below 2^24."""
+    return torch.cat([x[:, None].flatten(1) for x in results], 1)
+
+
+def _parted(joined: torch.Tensor, results: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The rows of `_joined` in the shapes and dtypes of these results."""
+    parts = joined.split([x.shape[1:].numel() for x in results], 1)
+    return tuple(part.view(len(part), *x.shape[1:]).to(x.dtype) for part, x in zip(parts, results))
 
 
 def _share_of_tokens(inputs: dict, group: dist.ProcessGroup) -> tuple[dict, int]:

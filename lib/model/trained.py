@@ -1,7 +1,7 @@
 """The models of a run: policy and PPO's critic, each with its optimizer and schedule, and the frozen reference."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -13,14 +13,21 @@ from transformers import PreTrainedModel
 from lib import InputError, is_first_on_node
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, global_counts, timed
+from lib.distributed import Mean, Metric, RowGroup, Sum, World, all_reduce_max, fsdp_modules, global_counts, timed
 from lib.distributed.compute_copy import pending_gradients, reduce_gradients, refresh_weights
 from lib.distributed.host_state import HostState
-from lib.distributed.sharding import clip_grad_norm, compute_device, set_gradient_sync, trainable_parameters
+from lib.distributed.sharding import (
+    clip_grad_norm,
+    compute_device,
+    full_tensor,
+    set_gradient_sync,
+    trainable_parameters,
+)
 from lib.model.attention import layout, use_packed_sdpa
 from lib.model.flops import UpdateFlops
 from lib.model.load import without_adapters
-from lib.model.log_probs import batched_log_probs, check_rows, response_log_probs
+from lib.model.log_probs import Signal, batched_log_probs, check_rows, logits_are_a_plain_product, response_log_probs
+from lib.model.packing import of_responses
 from lib.model.routing import ROUTES, RoutingMetrics, routes_column, without_routes
 from lib.model.update_checks import UpdateChecks
 from lib.model.values import batched_values, response_values
@@ -134,8 +141,8 @@ class TrainedModel:
         return metrics
 
 
-class RowIsolationCheck:
-    """Checks once, on the first batch, that a row's log-probs do not depend on its neighbours."""
+class LanguageModel:
+    """What policy and reference share."""
 
     module: PreTrainedModel
     forward: ForwardConfig
@@ -143,7 +150,8 @@ class RowIsolationCheck:
 
     @timed("log_probs")
     def check_rows(self, batch: DataProto) -> None:
-        """Raises InputError if they do. If varlen is to blame, all models take packed_sdpa from here on."""
+        """Checks once, on the first batch, that a row's log-probs do not depend on its neighbours. Raises InputError if
+        they do. If varlen is to blame, all models take packed_sdpa from here on."""
         if self.checked:
             return
         f, temperature = self.forward, self.forward.sampling.temperature
@@ -160,8 +168,16 @@ class RowIsolationCheck:
                 print(f"attention: packed_sdpa from here on, for with varlen {error}", flush=True)
         self.checked = True
 
+    @timed("log_probs")
+    def batched_signal(self, batch: DataProto, signal: Signal | None, *columns: str) -> list[torch.Tensor]:
+        """log_probs, entropy and the signal's results, as in `response_log_probs`, of the distribution that is not
+        truncated, without gradients. A collective."""
+        f = self.forward
+        options: dict[str, Any] = {"row_group": f.row_group, "signal": signal, "columns": columns}
+        return batched_log_probs(self.module, batch, f.sampling.temperature, f.micro_batch_tokens, **options)
 
-class Policy(RowIsolationCheck, TrainedModel):
+
+class Policy(LanguageModel, TrainedModel):
     sampled_since = 0  # version of the oldest weights that this step's samples may be of: rollouts.sync sets it
 
     def check_rows(self, batch: DataProto) -> None:
@@ -170,12 +186,14 @@ class Policy(RowIsolationCheck, TrainedModel):
         batch.batch["is_fresh"] = batch.batch["policy_version"] >= self.sampled_since
         self.checks.on_policy = True
 
-    def log_probs(self, micro: DataProto) -> tuple[torch.Tensor, ...]:
+    def log_probs(self, micro: DataProto, signal: Signal | None = None, *columns: str) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With a truncation (top_p, top_k
-        or min_p) also which tokens it would not have kept."""
+        or min_p) also which tokens it would not have kept. Then the signal's results, as in `response_log_probs`."""
         self.computed.count(micro)
-        s, row_group = self.forward.sampling, self.forward.row_group
-        outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, row_group=row_group)
+        f, s = self.forward, self.forward.sampling
+        options: dict[str, Any] = {"row_group": f.row_group, "signal": signal, "columns": columns}
+        options["truncation"] = s.truncation
+        outputs = response_log_probs(self.module, micro, s.temperature, **options)
         self.checks.watch(micro, *outputs[:2])
         if getattr(self.module, "routers", ()):  # a script's own model has none
             self.routing.watch(self.module)
@@ -223,7 +241,7 @@ SUMMED = 8  # weights that are looked at, or fewer
 
 
 @dataclass
-class Reference(RowIsolationCheck):
+class Reference(LanguageModel):
     """A frozen model, or the policy without its LoRA adapters. Its distribution is not truncated."""
 
     module: PreTrainedModel
@@ -232,15 +250,44 @@ class Reference(RowIsolationCheck):
     """whether its weights must stay; False: a teacher that moves on purpose"""
     _sums: torch.Tensor | None = None
 
-    @timed("log_probs")
     def batched_log_probs(self, batch: DataProto) -> torch.Tensor:
         """Log-probs (B, T), without gradients. A collective. Raises InputError if the weights have changed."""
+        return self.batched_signal(batch, None)[0]
+
+    @timed("log_probs")
+    def batched_signal(self, batch: DataProto, signal: Signal | None, *columns: str) -> list[torch.Tensor]:
         if self.frozen:
             self._check_weights()
-        f, own = self.forward, without_routes(batch)
-        size = f.micro_batch_tokens
         with without_adapters(self.module):
-            return batched_log_probs(self.module, own, f.sampling.temperature, size, row_group=f.row_group)[0]
+            return super().batched_signal(without_routes(batch), signal, *columns)
+
+    @torch.no_grad()
+    def hidden_states(self, micro: DataProto) -> torch.Tensor:
+        """What this model's head multiplies, (b, T, D), of a micro-batch. A collective."""
+        forward = lambda inputs, select, _: (self.module.token_hidden_states(inputs, select),)  # noqa: E731
+        with without_adapters(self.module):
+            [hidden] = of_responses(self.module, without_routes(micro), forward, row_group=self.forward.row_group)
+        for module in fsdp_modules(self.module):
+            module.reshard()
+        return hidden
+
+    @torch.no_grad()
+    def compared(self, divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Signal:
+        """The signal divergence(log_p, log_q) over the whole vocabulary, with this model's log_q (n, V), such as
+        `forward_kl`. Its column is `hidden_states`. It holds a copy of the head, (V, D). A collective."""
+        if not logits_are_a_plain_product(self.module):
+            raise InputError(f"{type(self.module).__name__} changes its logits: take its top-k")
+        head = full_tensor(self.module.get_output_embeddings().weight).to(compute_device(self.module), copy=True)
+        temperature = self.forward.sampling.temperature
+
+        def signal(log_p: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            logits = torch.mm(hidden, head.to(hidden).T).to(log_p)
+            if logits.shape != log_p.shape:
+                sizes = f"{logits.shape[1]} tokens, the policy's {log_p.shape[1]}"
+                raise InputError(f"the teacher's head has {sizes}: take its top-k below the tokenizer's size")
+            return divergence(log_p, logits.div_(temperature).log_softmax(-1))
+
+        return signal
 
     @torch.no_grad()
     def _check_weights(self) -> None:

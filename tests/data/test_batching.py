@@ -235,6 +235,7 @@ def with_tools(batch: DataProto) -> DataProto:
     batch.batch["response_mask"][:, 1] *= row[:, 0] > 0
     batch.batch["anchor_states"] = row * 2**40 + batch.batch["responses"]
     batch.batch["rollout_log_probs"] = -batch.batch["anchor_states"].float()
+    batch.batch["teacher_ids"] = batch.batch["responses"][..., None] * torch.arange(1, 4)
     return batch
 
 

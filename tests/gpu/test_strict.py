@@ -41,7 +41,7 @@ ROWS, NORM = "lib/data/micro_batches.py on_host", "lib/distributed/sharding.py c
 WEIGHTS, CHECKSUMS = "lib/model/trained.py _check_weights", "lib/rollout/weight_sync.py _checksums"
 TOWER = "lib/model/vision.py _over_embeddings"
 KEPT = "lib/model/log_probs.py least_kept"
-MODEL = "lib/model/log_probs.py token_log_probs"
+MODEL = "lib/model/log_probs.py token_hidden_states"
 MINI_BATCH = {COUNTS: 1, ROWS: 4, LARGEST: 1, NORM: 1}  # what the host waits for; 4 columns
 LORA = ["--lora-rank", "4"]
 

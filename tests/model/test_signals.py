@@ -1,0 +1,228 @@
+"""Signals over the vocabulary: log-probs at given ids, top-k and whole KLs, by chunks, against autograd on whole logits
+of single rows; on one rank and two, with all ways to split a model or its rows."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lib import InputError
+from lib.core_algos import at_ids, forward_kl, reverse_kl, top_k
+from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model, trainable_parameters
+from lib.model import (
+    ForwardConfig,
+    Policy,
+    Reference,
+    add_lora,
+    batched_log_probs,
+    load_model,
+    log_probs,
+    micro_batches,
+    response_log_probs,
+)
+from lib.sampling import Sampling, Truncation
+from tests.common import VOCAB, float64_norms, randomize_lora_b, rollout_batch, run_ranks, save_tiny
+from tests.model.test_model import CAPPED, PROMPTS, RESPONSES
+from tests.scripts.test_invariance import groups_batch
+
+K = 4
+
+
+def test_values_and_gradients_are_those_of_whole_logits(monkeypatch):
+    """Of all signals at once, by chunks of 3 of 7 tokens; the ids have no gradient."""
+    monkeypatch.setattr(log_probs, "SIGNAL_CHUNK", 3)
+    g = torch.Generator().manual_seed(0)
+    h, w, q = (torch.randn(n, m, generator=g, dtype=torch.float64) for n, m in ((7, 5), (23, 5), (7, 23)))
+    h, w, log_q = h.requires_grad_(), w.requires_grad_(), q.log_softmax(-1)
+    ids = q.topk(K).indices
+
+    def signal(log_p, s):
+        own, log_p_k = top_k(log_p, 2)
+        return own, log_p_k, at_ids(log_p, ids[s]), forward_kl(log_p, log_q[s]), reverse_kl(log_p, log_q[s])
+
+    own, *ours = log_probs.OverVocabulary.apply(signal, h, w, 1 / 0.7)
+    log_p = torch.log_softmax(h @ w.T / 0.7, -1)
+    theirs = signal(log_p, slice(None))
+    assert own.equal(theirs[0]) and not own.requires_grad
+    for a, b in zip(ours, theirs[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    rest = (1 - log_p.exp().gather(1, ids).sum(1)).log()
+    torch.testing.assert_close(ours[1][:, -1], rest, rtol=1e-9, atol=1e-12)
+    for used in (slice(4), slice(1, 2), slice(3, 4)):  # a loss of some results
+        weights = [torch.randn(x.shape, generator=g, dtype=torch.float64) for x in ours[used]]
+        losses = [sum((c * x).sum() for c, x in zip(weights, xs[used])) for xs in (ours, theirs[1:])]
+        for a, b in zip(*(torch.autograd.grad(loss, (h, w), retain_graph=True) for loss in losses)):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_whole_logits_never_exist(monkeypatch):
+    monkeypatch.setattr(log_probs, "SIGNAL_CHUNK", 16)
+    n, v, d = 512, 4096, 8
+    h, w = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
+    ids = torch.arange(K).expand(n, K)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        log_probs.OverVocabulary.apply(lambda log_p, s: (at_ids(log_p, ids[s]),), h, w, 1.0)[0].sum().backward()
+    assert max(event.cpu_memory_usage for event in profile.events()) < n * v * 4 / 10
+
+
+def whole_rows(model, batch, temperature):
+    """{(row, t): log-probs (V,)} of each trained token, by rows alone."""
+    T, found = batch.batch["responses"].shape[1], {}
+    for i in range(len(batch)):
+        attended = batch.batch["attention_mask"][i].bool()
+        logits = model(input_ids=batch.batch["input_ids"][i][attended][None], use_cache=False).logits[0]
+        first = int(attended[:-T].sum())
+        for t in batch.batch["response_mask"][i].nonzero()[:, 0].tolist():
+            found[i, t] = (logits[first + t - 1] / temperature).log_softmax(-1)
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, CAPPED], ids=["plain product", "own head"])
+@pytest.mark.parametrize("layout", [{}, {"padding_free": False}, {"share_prompts": False}], ids=str)
+def test_a_models_signal_is_that_of_single_rows_and_changes_nothing_else(tmp_path, more, layout):
+    """A truncation is the sampler's: the signal has the whole distribution. Capped attention has a float32 softmax."""
+    dtype, attention, exact = (torch.float32, "eager", 1e-4) if more else (torch.float64, "sdpa", 1e-9)
+    model = load_model(
+        save_tiny(tmp_path, **more), dtype=dtype, attn_implementation=attention if more else "packed_sdpa"
+    )
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention)
+    if not more:
+        model, plain = float64_norms(model), float64_norms(plain)
+    batch = groups_batch([(3, [4, 1, 9]), (7, [6, 6, 8])])
+    batch.batch["response_mask"][2, 3:5] = 0  # a tool's output inside a response
+    mask = batch.batch["response_mask"].bool()
+    batch.batch["teacher_ids"] = torch.rand(*mask.shape, VOCAB).topk(K).indices
+    options = {"truncation": Truncation(0.7), **layout}
+    without = response_log_probs(model, batch, 0.8, **options)
+    *same, ours = response_log_probs(model, batch, 0.8, signal=at_ids, columns=["teacher_ids"], **options)
+    assert all(a.equal(b) for a, b in zip(without, same, strict=True))
+    assert ours.shape == (*mask.shape, K + 1) and not ours[~mask].any()
+    theirs = torch.zeros_like(ours)
+    for (i, t), log_p in whole_rows(plain, batch, 0.8).items():
+        p = log_p[batch.batch["teacher_ids"][i, t]]
+        theirs[i, t] = torch.cat([p, (1 - p.exp().sum()).log()[None]])
+    torch.testing.assert_close(ours, theirs, rtol=exact, atol=exact)
+    weights = torch.randn(ours.shape, dtype=dtype)
+    for results in (ours, theirs):
+        (weights * results).sum().backward()
+    expected = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name].grad, rtol=10 * exact, atol=10 * exact)
+    batched = batched_log_probs(model, batch, 0.8, 20, signal=at_ids, columns=["teacher_ids"], **options)
+    for a, b in zip(batched, (*same[:2], ours), strict=True):
+        torch.testing.assert_close(a, b, rtol=exact, atol=exact)
+
+
+def step(world, paths, tokens, size=1, tensor=1, zero1=False, lora=False):
+    """A policy's update by a teacher's top-k and by its whole distribution. (losses, the teacher's top-k, gradient)"""
+    path, of_teacher = paths
+    mesh = make_mesh(world, 1, tensor)
+    forward = ForwardConfig(tokens, Sampling(9, temperature=0.8), make_row_group(world, mesh, size), torch.float64)
+
+    def load(path):
+        return float64_norms(load_model(path, dtype=torch.float64))
+
+    module = load(path)
+    if lora:
+        add_lora(module, rank=4, alpha=8, seed=0)
+        randomize_lora_b(module)
+        module.to(torch.float64)
+    module = shard_model(module, mesh, torch.float64, zero1=zero1)
+    optimizer = torch.optim.SGD(trainable_parameters(module), lr=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
+    actor = Policy("actor", module, optimizer, scheduler, world, forward, 1.0, reduce_each_micro_batch=False)
+    frozen = module if lora else shard_model(load(of_teacher).requires_grad_(False), mesh, torch.float64, zero1=zero1)
+    teacher = Reference(frozen, forward)
+    batch = groups_batch([(5, [4, 1, 9, 6]), (7, [3, 3, 8, 2])])
+    batch = batch[list(range(world.rank, len(batch), world.size))]
+
+    _, _, ids, log_q = teacher.batched_signal(batch, partial(top_k, k=K))
+    batch.batch["teacher_ids"], batch.batch["teacher_top_k"] = ids, log_q
+    whole, losses = teacher.compared(reverse_kl), torch.zeros((), dtype=torch.float64)
+
+    def signal(log_p, ids, hidden):
+        return at_ids(log_p, ids), whole(log_p, hidden)
+
+    for micro in micro_batches(batch, actor):
+        micro.batch["hidden"] = teacher.hidden_states(micro)
+        *_, log_p, of_all = actor.log_probs(micro, signal, "teacher_ids", "hidden")
+        kl = forward_kl(log_p, micro.batch["teacher_top_k"]) + 2 * of_all
+        loss = (kl * torch.arange(1, kl.shape[1] + 1)).sum()
+        actor.backward(loss)
+        losses += loss.detach()
+    gradient = torch.cat([full_tensor(p.grad).flatten() for p in actor.parameters])
+    return losses, (ids, log_q), gradient
+
+
+LAYOUTS = {
+    "fsdp2, 2 ranks": (2, {}),
+    "other micro-batches": (2, {"tokens": 60}),
+    "zero1": (2, {"zero1": True}),
+    "sequence parallel": (2, {"size": 2}),
+    "tensor parallel": (2, {"tensor": 2}),
+}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_every_layout_has_the_loss_and_gradient_of_one_rank(tmp_path, lora):
+    """Also against autograd on whole rows: the loss."""
+    paths = [save_tiny(tmp_path / str(seed), seed=seed, num_key_value_heads=2) for seed in (0, 1)]
+    [(loss, (ids, log_q), gradient)] = run_ranks(1, step, paths, 20, 1, 1, False, lora)
+    assert gradient.norm() > 0.01 and ids.dtype == torch.int64
+    for ranks, how in LAYOUTS.values():
+        how = {"tokens": 20, "size": 1, "tensor": 1, "zero1": False} | how
+        if lora and how["tensor"] > 1:
+            continue  # not with adapters
+        results = run_ranks(ranks, step, paths, *how.values(), lora)
+        torch.testing.assert_close(sum(result[0] for result in results), loss, rtol=1e-9, atol=0)
+        for rank, (_, (its_ids, its_log_q), its_gradient) in enumerate(results):
+            assert its_ids.equal(ids[rank::ranks]) and its_ids.dtype == ids.dtype
+            torch.testing.assert_close(its_log_q, log_q[rank::ranks], rtol=1e-9, atol=1e-12)
+            assert (its_gradient - gradient).norm() < 1e-9 * gradient.norm()
+    if not lora:
+        batch = groups_batch([(5, [4, 1, 9, 6]), (7, [3, 3, 8, 2])])
+        policy, teacher = (
+            whole_rows(float64_norms(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)), batch, 0.8)
+            for path in paths
+        )
+        expected = 0.0
+        for (i, t), log_p in policy.items():
+            q = teacher[i, t]
+            few = top_k(q[None], K)
+            kl = forward_kl(at_ids(log_p[None], few[0]), few[1])[0] + 2 * reverse_kl(log_p, q)
+            expected += (t + 1) * kl
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=0)
+
+
+def in_bfloat16(world, path):
+    model = shard_model(load_model(path), make_mesh(world), torch.bfloat16)
+    batch = rollout_batch(PROMPTS, RESPONSES)
+    mask = batch.batch["response_mask"]
+    batch.batch["teacher_ids"] = torch.rand(*mask.shape, VOCAB).topk(K).indices
+    batch.batch["teacher_top_k"] = torch.rand(*mask.shape, K + 1)
+    of_ids = lambda log_p, ids, exact: (at_ids(log_p, ids), exact)  # noqa: E731
+    columns = ["teacher_ids", "teacher_top_k"]
+    *_, ours, exact = response_log_probs(model, batch, 1.0, signal=of_ids, columns=columns)
+    ours.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert exact.equal(batch.batch["teacher_top_k"] * mask[..., None])
+    return (
+        response_log_probs(load_model(path), batch, 1.0, signal=at_ids, columns=columns[:1])[2].detach() - ours.detach()
+    )
+
+
+def test_in_bfloat16_fsdp_does_not_round_columns(tmp_path):
+    """It casts the floats that a forward gets. 0.3: two layers whose logits have a standard deviation of 5 or so."""
+    [difference] = run_ranks(1, in_bfloat16, save_tiny(tmp_path))
+    assert 0 < difference.abs().max() < 0.3
+
+
+def test_what_the_whole_kl_cannot_compare_is_said(tmp_path):
+    forward = ForwardConfig(100, Sampling(9), None, torch.float32)
+    capped, tiny = save_tiny(tmp_path / "capped", **CAPPED), load_model(save_tiny(tmp_path / "tiny"))
+    with pytest.raises(InputError, match="changes its logits: take its top-k"):
+        Reference(load_model(capped, attn_implementation="eager"), forward).compared(reverse_kl)
+    signal = Reference(tiny, forward).compared(reverse_kl)
+    with pytest.raises(InputError, match=f"head has {VOCAB} tokens, the policy's 90"):
+        signal(torch.zeros(2, 90), torch.zeros(2, 64))
