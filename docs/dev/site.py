@@ -96,8 +96,8 @@ def of_output(output: dict) -> str:
     data = output.get("data", {"text/plain": output.get("text", "")})
     if image := data.get("image/png"):
         return f'<img alt="" src="data:image/png;base64,{"".join(image).strip()}">'
-    if table := data.get("text/html"):
-        return "".join(table)
+    if table := data.get("text/html"):  # without pandas' class a wide table scrolls
+        return re.sub(r"<style.*?</style>|(?<=<table)[^>]*", "", "".join(table), flags=re.DOTALL)
     return f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
 
 
