@@ -1,4 +1,4 @@
-"""The pictures of docs/run_page.md: first screen, curves and samples of a run with tools, and the table of a sweep.
+"""The pictures of docs/reading_a_run.ipynb: first screen and samples of a run with tools, and the table of a sweep.
 
 python -m benchmarks.page_pictures runs/tools runs/sweep
 """
@@ -28,9 +28,9 @@ class Args:
     """the folder of a sweep"""
 
 
-def opened(browser: "Browser", run: Path, file: Path, scheme: str = "light") -> "Page":
+def opened(browser: "Browser", run: Path, file: Path) -> "Page":
     write_page(PageArgs((run,), output=file))
-    page = browser.new_page(viewport={"width": 1200, "height": 800}, color_scheme=scheme)
+    page = browser.new_page(viewport={"width": 1200, "height": 800})
     page.goto(f"file://{file}")
     page.wait_for_selector("#first canvas, #first table")
     return page
@@ -61,13 +61,8 @@ def main(args: Args) -> None:
         picture(page, "first")
         choose(page, kind="train", sort="spread")
         picture(page, "samples", "#samples", ".response .t >> nth=12")
-        page = opened(browser, args.tools, Path(folder, "dark.html"), "dark")
-        choose(page, kind="train", sort="spread")
-        page.select_option("#colour", "advantage")
-        picture(page, "turns", ".responses")
         page = opened(browser, args.sweep, Path(folder, "sweep.html"))
         picture(page, "sweep")
-        picture(page, "curves", "#curves")
         browser.close()
 
 

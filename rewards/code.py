@@ -20,7 +20,7 @@ it with a value is a wrong answer, also by !=. A NaN is a wrong answer, too, unl
 Two tricks remain possible: a program may look the arguments up in a table of known inputs, and in MBPP's form a test
 may call the program's own helpers.
 
-lib/sandbox/walls.py says what the sandbox is made of, and docs/rewards.md what each level lets through.
+lib/sandbox/walls.py says what the sandbox is made of, and docs/security.md what each level lets through.
 """
 
 import ast

@@ -17,7 +17,7 @@ from lib.core_algos import estimate_advantages
 from tests.common import ROOT, fork_module, parse_flags, ran
 from tests.tools.browser import launch_options, why_no_browser
 
-PAGES = ("index", "grpo", "reference/flags", "code/grpo.py")
+PAGES = ("index", "grpo", "reading_a_run", "reference/flags", "code/grpo.py")
 
 
 class Quiet(SimpleHTTPRequestHandler):

@@ -83,10 +83,23 @@ def of_code(path: Path, highlight: bool) -> str:
 
 
 def of_notebook(path: Path) -> str:
-    """Its cells, without their outputs."""
-    cells = json.loads(path.read_text())["cells"]
-    texts = (("".join(cell["source"]), cell["cell_type"]) for cell in cells)
-    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts)
+    """Its cells and their outputs."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+        parts += [of_output(output) for output in cell.get("outputs", ())]
+    return "\n\n".join(parts)
+
+
+def of_output(output: dict) -> str:
+    """An image, a table or text."""
+    data = output.get("data", {"text/plain": output.get("text", "")})
+    if image := data.get("image/png"):
+        return f'<img alt="" src="data:image/png;base64,{"".join(image).strip()}">'
+    if table := data.get("text/html"):  # without pandas' class a wide table scrolls
+        return re.sub(r"<style.*?</style>|(?<=<table)[^>]*", "", "".join(table), flags=re.DOTALL)
+    return f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
 
 
 def flags_page() -> str:

@@ -259,7 +259,7 @@ class RewardArgs(Group):
     reward_memory: Annotated[int, Ge(1), MAY_CHANGE] = 2048
     """memory limit of a scorer in MiB, beyond the memory of its imports"""
     sandbox_level: Annotated[Literal["namespaces", "landlock", "rlimits", "none"], MAY_CHANGE] = "namespaces"
-    """weakest sandbox accepted for code that a model wrote (docs/rewards.md)"""
+    """weakest sandbox accepted for code that a model wrote (docs/security.md)"""
     reward_failure_score: Annotated[float | None, Interval(ge=-1e12, le=1e12)] = None
     """score where a scorer hangs, crashes or raises; empty: exclude the response"""
     reward_model: Annotated[str, FILES, AS_RECORDED] = ""

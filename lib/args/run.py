@@ -104,7 +104,7 @@ class RunArgs(Group):
     export_model: Annotated[bool, MAY_CHANGE] = True
     """after the last step, export the policy in Hugging Face format to <run>/model"""
     track: Annotated[tuple[Literal["wandb", "tensorboard", "trackio", "mlflow", "swanlab"], ...], MAY_CHANGE] = ()
-    """trackers besides metrics.jsonl; their own variables name the project (docs/index.md)"""
+    """trackers besides metrics.jsonl; their own variables name the project (docs/reading_a_run.ipynb)"""
     profile_steps: Annotated[tuple[int, ...], Ge(1), NOT_COMPARED] = ()
     """steps to profile: torch.profiler traces and memory in <run>/profile (docs/performance.md)"""
 

@@ -1,6 +1,6 @@
 """Sandboxes for what a model wrote: processes that reach no network, no files, no other processes.
 zygote.py, started once by each process here, forks them. The kernel provides their walls:
-sandbox_level() says which, docs/rewards.md what each level lets through. The memory limit is per
+sandbox_level() says which, docs/security.md what each level lets through. The memory limit is per
 process, so a sandbox takes at most memory_mb * processes."""
 
 import importlib
