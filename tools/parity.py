@@ -3,8 +3,8 @@
     python -m tools.parity DUMP --framework trl --config settings.json
 
 DUMP is a .safetensors, .npz or .json file with the framework's own tensors, and settings.json holds its own settings:
-docs/diagnostics.md has ten lines per framework that write it. The settings are translated to flags of grpo.py, which are
-printed; --ours runs/NAME/config.json takes those of a run instead. Each quantity is computed from the framework's
+docs/diagnostics.md has ten lines per framework that write it. The settings are translated to flags of grpo.py, which
+are printed; --ours runs/NAME/config.json takes those of a run instead. Each quantity is computed from the framework's
 inputs, so an earlier difference does not spread. The first one that differs is named, with both formulas.
 
 Exit code: 0 all compared quantities are equal, 1 one differs, 2 bad input.
