@@ -2,7 +2,7 @@
 
     python -m benchmarks.agent_learn                    both arms, five seeds (a quarter of an hour of one core);
                                                         what benchmarks/results/agent_learn.json has is not run again
-    python -m benchmarks.agent_learn --table            the table of docs/agents.md
+    python -m benchmarks.agent_learn --table            prints the table of the record
 
 Both have the same calculator and as many turns. Accuracy is that of a sample of each held-out product at temperature 1.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.compaction             ten runs, one at a time (five minutes of one core), then draws; what
                                                 benchmarks/results/compaction_curve.json has is not run again
-    python -m benchmarks.compaction --table     the table of docs/multi_turn.md
+    python -m benchmarks.compaction --table     prints the table of the record
 
 Accuracy is that of one sample of each held-out list at temperature 1: the answer to the question at its end.
 """

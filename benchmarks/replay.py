@@ -1,4 +1,4 @@
-"""Two losses on the same rollouts: a run of grpo.py is recorded, and replayed with other flags (docs/replay.md).
+"""Two losses on the same rollouts: a run of grpo.py is recorded, and replayed with other flags (docs/diagnostics.md).
 
     python -m benchmarks.replay            runs (eleven minutes of CPU), then draws docs/replay_curve.png
     python -m benchmarks.replay --draw-only     draws from benchmarks/results/replay.json

@@ -2,7 +2,7 @@
 
     python -m benchmarks.turn_credit                    every arm and seed, one run at a time (20 minutes of one core);
                                                         what benchmarks/results/turn_credit.json has is not run again
-    python -m benchmarks.turn_credit --table            the table of docs/multi_turn.md
+    python -m benchmarks.turn_credit --table            prints the table of the record
 
 The calculator of the runs is the one below: a call that it can compute has a reward of 0.2, beside the 1 of a right
 answer. mt_grpo normalises it on its own, so that it weighs as much as the answer. Therefore grpo has a larger one in a

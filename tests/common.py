@@ -539,8 +539,8 @@ runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alte
 
 @contextmanager
 def serve(model: str, max_length: int, *more: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/scaling.md says, but with the
-    model's generation config. more: further flags."""
+    """(URL, process) of a vLLM server on the CPU, of the model in a folder, fp32, as docs/rollout_engines.md says, but
+    with the model's generation config. more: further flags."""
     port = free_port()
     command = [sys.executable, "-c", SERVER, "--model", model, "--served-model-name", "m"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--seed", "0"]

@@ -1,4 +1,4 @@
-"""Findings of the reviews for GPUs that no other file tests (the table in docs/gpu.md)."""
+"""Findings of the reviews for GPUs that no other file tests (benchmarks/gpu_check/claims.py)."""
 
 import torch
 from torch._subclasses import FakeTensorMode

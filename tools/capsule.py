@@ -6,7 +6,7 @@
 
 The run needs --record. A capsule has the step's recording, flags, metrics, script, git diff and versions. Keys,
 passwords, paths and the machine's name are redacted. It replays without the data files, the scorers, the engine and
-the tokenizer: prompts are stored as token ids, and the model gets a tokenizer of ids. See docs/replay.md.
+the tokenizer: prompts are stored as token ids, and the model gets a tokenizer of ids. See docs/diagnostics.md.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Compares the gradients that other flags would have given in the updates of a recorded run.
 
-    python grpo.py --num-mini-batches 4 --record kept          records (docs/replay.md)
+    python grpo.py --num-mini-batches 4 --record kept          records (docs/diagnostics.md)
     python -m tools.lens kept --losses gspo cispo --adv-estimators rloo --choices "--loss-agg-mode seq-mean-token-mean"
 
 The run is replayed with its own flags. At the weights of each of its updates, the script computes the gradient of the

@@ -7,7 +7,7 @@ The engine's log-probs of a batch are computed again, by the engine itself with 
 one cause at a time is removed: dtype, kernels, batch composition, routing, staleness, sampling filters, tokenization,
 LoRA rounding, KV-cache dtype, quantization. A cause accounts for what the gap loses without it. If the flags do not
 reproduce the engine's log-probs, settings that a bug may have put in their place are tried. What no setting reproduces
-is unexplained. See docs/mismatch.md.
+is unexplained. See docs/diagnostics.md.
 """
 
 import contextlib

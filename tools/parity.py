@@ -3,8 +3,8 @@
     python -m tools.parity DUMP --framework trl --config settings.json
 
 DUMP is a .safetensors, .npz or .json file with the framework's own tensors, and settings.json holds its own settings:
-docs/parity.md has ten lines per framework that write it. The settings are translated to flags of grpo.py, which are
-printed; --ours runs/NAME/config.json takes those of a run instead. Each quantity is computed from the framework's
+docs/diagnostics.md has ten lines per framework that write it. The settings are translated to flags of grpo.py, which
+are printed; --ours runs/NAME/config.json takes those of a run instead. Each quantity is computed from the framework's
 inputs, so an earlier difference does not spread. The first one that differs is named, with both formulas.
 
 Exit code: 0 all compared quantities are equal, 1 one differs, 2 bad input.
@@ -134,7 +134,7 @@ def draw(compared: list[Compared], framework: str, tolerance: float, file: Path)
 
 def read_dump(file: Path, columns: dict[str, str]) -> dict[str, Tensor]:
     """The columns by our names, in float64 where they are not integers. Raises InputError; runs no code of the file."""
-    advice = "write it as docs/parity.md shows"
+    advice = "write it as docs/diagnostics.md shows"
     if file.suffix not in (".safetensors", ".npz", ".json"):
         what = (
             "a pickle may run code when it is loaded" if file.suffix in (".pt", ".pth", ".pkl", ".bin") else "unknown"

@@ -1,4 +1,4 @@
-"""Reads tasks in the form of Harbor's: a folder with files, an instruction and a check (docs/tasks.md).
+"""Reads tasks in the form of Harbor's: a folder with files, an instruction and a check (docs/environments.md).
 
     instruction.md       what the policy is asked
     environment/         the files of the working folder; or a Dockerfile
@@ -23,7 +23,7 @@ WORKDIR = "/app"
 PLAIN_IMAGES = ("debian", "python", "ubuntu")  # without Docker, this machine's bash and Python are in their place
 SPECIAL = set("*?[$\\\"'")  # what a Dockerfile expands or quotes
 LARGEST_MEMORY_MB, LARGEST_STORAGE_MB = 4096, 256  # of a local sandbox: a process's address space, all files
-ELSEWHERE = "give a provider that has Docker (docs/tasks.md)"
+ELSEWHERE = "give a provider that has Docker (docs/environments.md)"
 SIZE, NONE = {"type": "integer", "minimum": 1, "maximum": 2**30}, {"maxProperties": 0}
 VERIFIER = {
     "timeout_sec": {"type": "number", "exclusiveMinimum": 0, "maximum": 86400},
@@ -102,7 +102,7 @@ def read_task(folder: Path, local: bool = True) -> Task:
         raise InputError(f"{folder}/task.yaml: {what}")
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
-            raise InputError(f"{folder}/{name}: no such file, and a task needs it (docs/tasks.md)")
+            raise InputError(f"{folder}/{name}: no such file, and a task needs it (docs/environments.md)")
     settings, environment = _settings(folder / "task.toml"), folder / "environment"
     if local and size > (limit := min(settings["storage_mb"], LARGEST_STORAGE_MB)) * 2**20:
         what = f"its files take {size / 2**20:.1f} MiB, and its sandbox has {limit} (storage_mb in task.toml)"

@@ -1,4 +1,4 @@
-"""Part `fused`: forward and backward at 1.5B as docs/gpu.md predicts it: unfused, --compile, --use-liger-kernel."""
+"""Part `fused`: forward and backward at 1.5B as tools.trace predicts it: unfused, --compile, --use-liger-kernel."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -29,11 +29,11 @@ class ModelArgs(Group):
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of forward and backward (weights are fp32); auto: bfloat16 on a GPU, else float32"""
     attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
-    """packed_sdpa, varlen (GPU, 16 bits), flash_attention_2; eager, sdpa: pad rows (docs/gpu.md)"""
+    """packed_sdpa, varlen (GPU, 16 bits), flash_attention_2; eager, sdpa: pad rows (docs/performance.md)"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the layers, for packed rows: the first steps take a minute longer"""
     use_liger_kernel: Annotated[bool, MAY_CHANGE] = True
-    """on a GPU, fused norms, gated MLPs and rotary embedding, unless --compile fuses them (docs/gpu.md)"""
+    """on a GPU, fused norms, gated MLPs and rotary embedding, unless --compile fuses them"""
     share_prompts: Annotated[bool, MAY_CHANGE] = True
     """compute a prompt once for its group; needs packed_sdpa or varlen (docs/performance.md)"""
     routing_replay: Literal["none", "R2", "R3"] = "none"
@@ -141,7 +141,7 @@ class RolloutArgs(Group):
     gpu_memory_utilization: Annotated[float | None, Interval(gt=0, lt=1), MAY_CHANGE] = None
     """share of a GPU's memory for vLLM; empty: 0.4, with --rollout-gpus 0.9"""
     vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
-    """JSON of more EngineArgs of vLLM, such as {"kv_cache_dtype": "fp8"} (docs/scaling.md)"""
+    """JSON of more EngineArgs of vLLM, such as {"kv_cache_dtype": "fp8"} (docs/rollout_engines.md)"""
     max_mismatch: Annotated[float | None, Gt(0), MAY_CHANGE] = None
     """largest k3 in nats between engine and trainer; empty: no limit, 0.1 if quantized"""
     agent: Annotated[str, AS_RECORDED, FILES] = ""
@@ -149,7 +149,7 @@ class RolloutArgs(Group):
     agent_kwargs: tuple[str, ...] = ()
     """limits of an agent: timeout=600 (s) memory=2048 (MiB) ignore=temperature,top_p (docs/agents.md)"""
     async_level: Annotated[int, Ge(0)] = 0
-    """on servers: how many steps old the weights of a rollout may be (docs/scaling.md)"""
+    """on servers: how many steps old the weights of a rollout may be (docs/rollout_engines.md)"""
     async_order: Literal["prompts", "finished"] = "prompts"
     """a step trains on the groups that began first, or that finished first (--async-level 2)"""
     max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 2048

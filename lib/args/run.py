@@ -84,7 +84,7 @@ class RunArgs(Group):
     resume_override: Annotated[tuple[str, ...], NOT_COMPARED] = ()
     """flags that change results (or script) and may differ from the checkpoint"""
     record: Annotated[str, NOT_COMPARED] = ""
-    """folder, seen by all nodes, that keeps each step's batch for --replay (docs/replay.md)"""
+    """folder, seen by all nodes, that keeps each step's batch for --replay (docs/diagnostics.md)"""
     replay: str = ""
     """folder of a --record: train on what was sampled and scored there, on as many ranks"""
     stage_timeout: Annotated[float, Interval(ge=0, le=LONGEST_WAIT), MAY_CHANGE] = 1800.0

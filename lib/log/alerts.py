@@ -27,7 +27,7 @@ class RunAlert(NamedTuple):
 OFTEN = 0.1  # share of steps above which the summary has an alert that is not printed per step
 MISMATCH = 0.1
 """Nats of rollout/logp_diff_mean. Healthy engines differ by 2e-6 in fp32 and by 0.01 to 0.04 in bf16; with older
-weights it was 0.2 (docs/troubleshooting.md has the sources)."""
+weights it was 0.2 (TRL's issue 5312)."""
 NO_GRADIENT, EQUAL = "the-gradient-is-0", "groups-have-equal-scores"
 IDLE = "a-stage-is-slow-or-ranks-are-idle"
 CUT_OFF, DIFFERENT = "responses-are-cut-off", "engine-and-trainer-disagree"

@@ -78,7 +78,7 @@ def use_batch_invariant_kernels(device: torch.device) -> None:
     imported. Raises InputError if vLLM has none for the device."""
     if not has_flash_attention(device, torch.bfloat16):  # they need the same GPUs
         why = "vLLM has batch-invariant kernels for GPUs from compute capability 8.0 on, and ignores it on a CPU"
-        raise InputError(f"--vllm-kwargs batch_invariant: {why}: drop it (docs/mismatch.md has what holds on a CPU)")
+        raise InputError(f"--vllm-kwargs batch_invariant: {why}: drop it (docs/diagnostics.md)")
     from torch._inductor import config as inductor
 
     os.environ["VLLM_BATCH_INVARIANT"] = "1"

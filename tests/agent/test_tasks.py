@@ -366,8 +366,8 @@ def test_a_run_on_the_embedded_tasks(tmp_path):
 
 
 def example(name: str) -> dict:
-    """What the file of that name in docs/tasks.md defines."""
-    page = (ROOT / "docs/tasks.md").read_text()
+    """What the file of that name in docs/environments.md defines."""
+    page = (ROOT / "docs/environments.md").read_text()
     names: dict = {}
     exec(re.search(rf"^```python\n# {name}\n(.*?)^```", page, re.M | re.S)[1], names)
     return names

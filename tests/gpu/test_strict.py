@@ -1,12 +1,11 @@
 """The code of a run on an accelerator that keeps a GPU's rules (strict.py): the same numbers as on the CPU, no tensors
-of two devices in one operation, and the host waits only where docs/gpu.md says so.
+of two devices in one operation, and the host waits only at the places below.
 
 Both compute with the CPU's kernels. Where they differ is attention, for which SDPA has fused kernels on a CPU only: in
 fp32 that rounds log-probs of up to 10 differently by 1e-6, and a gradient of many terms by 1e-5 of its size."""
 
 import importlib
 import json
-import re
 from collections import Counter
 from contextlib import ExitStack
 from functools import cache, partial
@@ -423,9 +422,3 @@ def test_a_whole_run(world, name, more, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert CALLS and [row["step"] for row in logged if "actor/loss" in row] == [1, 2]
     assert (tmp_path / "run/model/model.safetensors").exists()
-
-
-def test_the_documentation_lists_the_places():
-    text = (strict.ROOT / "docs/gpu.md").read_text().partition("## Host syncs")[2].partition("\n## ")[0]
-    places = {f"{file} {name}" for name, file in re.findall(r"\| \[`def (\w+)\(`\]\(\.\./(\S+)\)", text)}
-    assert places == {*MINI_BATCH, KEPT, MODEL, TOWER, WEIGHTS, CHECKSUMS}

@@ -44,7 +44,7 @@ def graphs(monkeypatch):
 
 
 def test_log_probs_are_three_kernels(graphs, tmp_path):
-    """docs/gpu.md: one of two loops forward; backward one over all logits and one for the sampled tokens."""
+    """One of two loops forward; backward one over all logits and one for the sampled tokens."""
     h, weight = (torch.randn(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 151_936))  # Qwen's words
     log_probs_, entropy = LinearLogProbs.apply(h, weight, torch.tensor([0, 1, 2, 3]), 1 / 0.7, 4, False, None)
     (log_probs_.sum() + entropy.sum()).backward()

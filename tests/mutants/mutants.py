@@ -1,7 +1,7 @@
 """Twenty-five silent bugs of RL trainers, each as a small change of a function, and the check that finds it.
 
 A bug is planted by replacing text in the source of a function (`planting.planted`). `python -m tests.mutants.mutants`
-plants all of them and writes the table of docs/silent_bugs.md.
+plants all of them and writes the table of benchmarks/results/silent_bugs.md.
 """
 
 import json

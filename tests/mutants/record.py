@@ -1,6 +1,7 @@
 """python -m tests.mutants.record: plants every bug, and runs what is healthy, for benchmarks/results/silent_bugs.json.
 
-Then `python -m tests.mutants.page > docs/silent_bugs.md` writes the page. It takes ten minutes of one core."""
+Then `python -m tests.mutants.page > benchmarks/results/silent_bugs.md` writes the table. It takes ten minutes of one
+core."""
 
 import json
 import subprocess

@@ -48,4 +48,4 @@ def test_the_page_is_that_of_the_record():
     record = json.loads(FILE.read_text())
     assert [(row["mutant"], row["step"]) for row in record["mutants"]] == [(k, m.step) for k, m in MUTANTS.items()]
     assert [run for run in record["healthy"] if run["alerts"]] == []
-    assert page(record) == (ROOT / "docs/silent_bugs.md").read_text()
+    assert page(record) == (ROOT / "benchmarks/results/silent_bugs.md").read_text()

@@ -319,7 +319,7 @@ def test_the_roofline_of_a_7b_engine():
 
 
 def test_a_step_of_the_engine_takes_what_an_h200_measured():
-    """docs/gpu.md, Measured on an H200: ms of a step at 0.5B. Their contexts were not recorded: here 200 tokens a row.
+    """docs/gpu.md: ms of a step at 0.5B. Their contexts were not recorded: here 200 tokens a row.
     10 %: the line through these four figures is within 8 % of each, and the context is a guess."""
     args = parsed("grpo", model=str(ROOT / "benchmarks/shapes/qwen2.5-0.5b.json"))
     h200 = Gpu("H200", 141 * 10**9, 989.0)

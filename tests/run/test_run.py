@@ -409,8 +409,8 @@ def test_a_resume_compares_the_engines_that_auto_has_become(tmp_path):
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
 def test_the_table_of_what_may_change_is_that_of_the_code(script):
-    """docs/scaling.md."""
-    text = (ROOT / "docs/scaling.md").read_text().split("## Resume")[1].split("\n## ")[0]
+    """docs/checkpoints.md."""
+    text = (ROOT / "docs/checkpoints.md").read_text().split("## Resume")[1].split("\n## ")[0]
     row = next(line for line in text.splitlines() if line.startswith("| may change"))
     flags = {word.strip("`-,").replace("-", "_") for word in row.split("|")[2].split()}
     assert flags == marked(importlib.import_module(script).Args(), OnResume.MAY_CHANGE)

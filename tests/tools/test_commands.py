@@ -13,8 +13,8 @@ SHAPES = ROOT / "benchmarks/shapes"
 
 
 def test_the_figures_of_the_document_are_those_of_the_command(capsys):
-    """docs/scaling.md, the rows of the smallest model, which take seconds."""
-    rows = (ROOT / "docs/scaling.md").read_text().split("| `qwen2.5-0.5b.json` |")[1].split("| `qwen2.5-7b")[0]
+    """docs/performance.md, the rows of the smallest model, which take seconds."""
+    rows = (ROOT / "docs/performance.md").read_text().split("| `qwen2.5-0.5b.json` |")[1].split("| `qwen2.5-7b")[0]
     cells = [
         [cell.strip(" `") for cell in row.split("|")] for row in f"|{rows}".replace("| | ", "|").splitlines() if row
     ]

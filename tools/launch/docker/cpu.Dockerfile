@@ -1,4 +1,4 @@
-# plainrl on CPUs: docker build -f tools/launch/docker/cpu.Dockerfile -t plainrl-cpu . (docs/gpu.md)
+# plainrl on CPUs: docker build -f tools/launch/docker/cpu.Dockerfile -t plainrl-cpu . (docs/installation.md)
 FROM python:3.11-slim
 # libnuma1 is for vLLM, libseccomp2 for the sandbox of what a model writes
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git libc6-dev libnuma1 libseccomp2 make \

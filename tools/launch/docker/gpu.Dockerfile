@@ -1,4 +1,4 @@
-# plainrl on NVIDIA GPUs: docker build -f tools/launch/docker/gpu.Dockerfile -t plainrl-gpu . (docs/gpu.md)
+# plainrl on NVIDIA GPUs: docker build -f tools/launch/docker/gpu.Dockerfile -t plainrl-gpu . (docs/installation.md)
 # CUDA's libraries come with the wheels of torch, the driver from the host by the NVIDIA container toolkit.
 FROM python:3.11-slim
 # g++ (with gcc) and libc6-dev are for torch.compile and Triton, which compile at run time; libseccomp2 for the sandbox
