@@ -97,7 +97,7 @@ class AsyncRollouts:
         if not parts:  # on all ranks, which have equally many
             return {"last_started": self.last_started}
         rows = DataProto.concat(parts)
-        return {"last_started": self.last_started, "in_flight": gather_groups(rows, self.group_size)}
+        return {"last_started": self.last_started, "in_flight": gather_groups(rows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The groups continue at the next `take`, when the engine has weights."""
@@ -107,7 +107,7 @@ class AsyncRollouts:
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
-        for own in own_groups(saved, self.group_size):
+        for own in own_groups(saved):
             rows = saved[own]
             columns = {name: rows.non_tensor_batch[name] for name in STATE}
             rows = rows.select(non_tensor_batch_keys=[key for key in rows.non_tensor_batch if key not in STATE])

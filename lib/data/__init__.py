@@ -9,7 +9,9 @@ from lib.data.balance import (
     exchange_groups,
     gather_rows,
     pad_rows,
+    rows_by_uid,
     scatter_rows,
+    split_mini_batches,
 )
 from lib.data.chat_template import check_template_kwargs, set_chat_template
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.columns import COLUMNS, OF_PROMPTS
 from lib.core_algos import splitmix64
 from lib.data import pad_rows
 from lib.data.special_tokens import end_of_turn
@@ -184,9 +185,9 @@ def add_responses(
     "abort" or "error" have no trained token. masks: which tokens were sampled, if not all.
     position_ids, (n,) or with mrope (4, n) each: if they do not simply follow the prompts'."""
     B, device = len(rows), prompts.batch["input_ids"].device
-    lengths = torch.tensor([len(row.token_ids) for row in rows])
-    P = all_reduce_max(int(prompts.batch["attention_mask"].sum(1).max()), device)
-    T = all_reduce_max(max(1, int(lengths.max())), device)
+    lengths = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
+    P = all_reduce_max(max(1, *prompts.batch["attention_mask"].sum(1).tolist()), device)
+    T = all_reduce_max(max(1, *lengths.tolist()), device)
     responses = torch.full((B, T), pad_token_id)
     rollout_log_probs = torch.zeros(B, T)
     response_mask = torch.zeros(B, T, dtype=torch.long)
@@ -239,10 +240,29 @@ def truncated_rows(batch: DataProto) -> torch.Tensor:
     return torch.tensor(truncated, device=batch.batch["response_mask"].device)
 
 
+def prompts_of(rows: DataProto) -> DataProto:
+    """The prompts of rows with responses, in the form of rollouts.prompts(); of prompts, these."""
+    if "prompts" not in rows.batch:
+        return rows
+    P = rows.batch["prompts"].shape[1]
+    tensors = {name: rows.batch[name][..., :P] for name in ("input_ids", "attention_mask", "position_ids")}
+    if "multi_modal_hash" in rows.batch:
+        tensors["multi_modal_hash"] = rows.batch["multi_modal_hash"]
+    own = {name: x for name, x in rows.non_tensor_batch.items() if name in OF_PROMPTS or name not in COLUMNS}
+    return DataProto.from_dict(tensors, own, rows.meta_info)
+
+
 def concat_rows(batches: list[DataProto]) -> DataProto:
-    """DataProto.concat of rollouts of any widths. Empty ones have no keys."""
-    batches = [batch for batch in batches if len(batch)]
-    return DataProto.concat(fit_columns(batches)) if batches else DataProto()
+    """DataProto.concat of rollouts of any widths. If one has given tokens, given_mask of the others is 0."""
+    if any(batch.batch is not None and "given_mask" in batch.batch for batch in batches):
+        batches = [batch.select() for batch in batches if batch.batch is not None]
+        for batch in batches:
+            zeros = torch.zeros_like(batch.batch["response_mask"])
+            batch.batch["given_mask"] = batch.batch.get("given_mask", zeros)
+    full = [batch for batch in batches if len(batch)]
+    if not full:  # perhaps with the keys of its columns
+        return next((batch for batch in batches if batch.batch is not None), DataProto())
+    return DataProto.concat(fit_columns(full))
 
 
 def fit_columns(batches: list[DataProto]) -> list[DataProto]:

@@ -1,5 +1,6 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -8,6 +9,7 @@ from itertools import compress
 from pkgutil import resolve_name
 from textwrap import shorten
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -23,12 +25,20 @@ from transformers import (
 from lib import InputError
 from lib.args import Sizes
 from lib.cli.user_code import load_object
-from lib.data import ROW, balance_groups, equal_widths, exchange_groups
+from lib.data import ROW, balance_groups, collate_fn, equal_widths, exchange_groups, rows_by_uid
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, World, timed
+from lib.distributed import Max, Mean, Metric, World, all_gather_lists, all_reduce_max, timed
 from lib.model import Policy
 from lib.model.routing import ROUTES
-from lib.rollout.engine import Generated, RolloutEngine, SteppedEngine, add_responses, request_seeds
+from lib.rollout.engine import (
+    Generated,
+    RolloutEngine,
+    SteppedEngine,
+    add_responses,
+    add_weight_versions,
+    prompts_of,
+    request_seeds,
+)
 from lib.rollout.replay import NoRecorder
 from lib.rollout.weight_sync import image_probe, sync_weights
 from lib.sampling import Sampling
@@ -37,6 +47,8 @@ ENGINES: dict[str, str] = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.
 ENGINES["://"] = "servers.engine:ServerEngine"  # for any URL
 Prefixes = Sequence[Sequence[int]] | None
 AGAIN = 40  # bits: a response that a step asks for again has the seed of a step 2**16 later
+OTHER = 24  # bits: responses to prompts with a uid of the script's have those of steps that no run reaches
+GIVEN = -1  # policy_version of rows that no policy sampled
 
 
 def make_engine(
@@ -136,26 +148,20 @@ def add_origin(batch: DataProto, version: int, level: int) -> DataProto:
     return batch
 
 
-def gather_groups(batch: DataProto, group_size: int) -> DataProto:
-    """The groups of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
-    size = dist.get_world_size()
-    by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
-    return batch.all_gather()[by_number]
+def gather_groups(batch: DataProto) -> DataProto:
+    """The groups of all ranks, each rank's first one, then each rank's second, and so on: for the prompts of a step,
+    the order of their numbers. A collective."""
+    groups = [*rows_by_uid(batch).values()]
+    sizes = all_gather_lists([[len(rows) for rows in groups]])
+    firsts = itertools.accumulate((sum(own) for own in sizes), initial=0)
+    places = [(place, first) for first, own in zip(firsts, sizes) for place, n in enumerate(own) for _ in range(n)]
+    in_groups = batch[[row for rows in groups for row in rows]]
+    return in_groups.all_gather()[sorted(range(len(places)), key=places.__getitem__)]
 
 
-def own_groups(whole: DataProto, group_size: int) -> np.ndarray:
-    """(groups, group_size): this rank's groups, as indices of the rows that gather_groups returns."""
-    return np.arange(len(whole)).reshape(-1, group_size)[dist.get_rank() :: dist.get_world_size()]
-
-
-def group_size_of(batch: DataProto) -> int:
-    """Rows of each uid. Raises InputError unless they are adjacent, and equally many."""
-    uids = batch.non_tensor_batch["uid"]
-    size, rest = divmod(len(uids), len({*uids}))
-    if rest or (uids.reshape(-1, size) != uids.reshape(-1, size)[:, :1]).any():
-        why = "the rows of a uid must be adjacent, and as many as those of any other"
-        raise InputError(f"a batch of {len(uids)} rows with {len({*uids})} uids cannot move between ranks: {why}")
-    return size
+def own_groups(whole: DataProto) -> list[list[int]]:
+    """The rows of this rank's groups, among those that gather_groups returns."""
+    return [*rows_by_uid(whole).values()][dist.get_rank() :: dist.get_world_size()]
 
 
 @dataclass(eq=False)
@@ -173,6 +179,7 @@ class Rollouts:
     async_level: int
     sync_tolerance: float  # nats, see sync_weights
     max_mismatch: float  # nats of k3
+    reads_log_probs: bool  # whether the loss reads rollout_log_probs
     recorder: NoRecorder
     replays_any_order: bool = False  # whether the prompts of a step are known from its record alone
     async_rollouts: Any = None  # the servers.AsyncRollouts of such a run, which get their groups from begin_groups
@@ -227,12 +234,13 @@ class Rollouts:
         prefixes: Prefixes = None,
         seeds: list[int] | None = None,
     ) -> DataProto:
-        """(B, P + T): n responses to each prompt, next to each other. A collective.
+        """(B, P + T): n responses to each prompt, next to each other. A collective; a rank may have no prompt.
 
-        sampling: None: the run's. limits: the most tokens of each response (B,). prefixes: tokens with which each
-        response (B,) begins. They count for its limit; their response_mask and rollout_log_probs are 0, until the
-        caller sets the mask to 1 where they are to be trained. seeds: None: each response of a step has its own, also
-        if a prompt is asked again.
+        prompts: of prompts() or new_prompts(), or rows, for more responses to their prompts. sampling: None: the run's.
+        limits: the most tokens of each response (B,). prefixes: tokens with which each response (B,) begins. They count
+        for its limit; given_mask (B, T) is 1 there, response_mask and rollout_log_probs are 0. To train on them, set
+        their response_mask to 1 before balanced(). seeds: None: each response of a step has its own, also if a prompt
+        is asked again.
 
         With --async-level the groups of prompts() have begun already: raises InputError for other than theirs."""
         if self._begun is not None and sampling is None:
@@ -241,11 +249,54 @@ class Rollouts:
                 why = f"groups of {size} are in flight, and rollouts.generate asks for {n}, or for limits or prefixes"
                 raise InputError(f"--async-level: {why}")
             return self._checked(collected(), [self.sampling.max_response_length] * (n * len(prompts)))
-        sampling, rows = sampling or self.sampling, prompts.repeat(n, interleave=True)
+        sampling, rows = sampling or self.sampling, prompts_of(prompts).repeat(n, interleave=True)
         limits = [sampling.max_response_length] * len(rows) if limits is None else list(limits)
         seeds = seeds or self._seeds(self.version + 1, prompts, n, sampling)
         produce = partial(self._sample, rows, sampling, limits, prefixes, seeds)
         return self._checked(self.recorder.rollout(rows, produce), limits)
+
+    @timed("rollout")
+    def given(self, prompts: DataProto, responses: Prefixes, masks: Sequence[Sequence[int]] | None = None) -> DataProto:
+        """(B, P + T): rows of given responses (B,), token ids, in the form of generate's. An empty one is a row without
+        a trained token. A collective. Raises InputError for one that is longer than the run's limit.
+
+        prompts: as in generate(). masks: response_mask of each response; None: 1. given_mask is 1, finish_reason
+        "given". rollout_log_probs are 0, for no engine has any, and policy_version is -1: is_fresh is False, so that
+        mismatch metrics and checks of the engine leave these rows out."""
+        limit, longest = self.sampling.max_response_length, max(map(len, responses), default=0)
+        if longest > limit:
+            raise InputError(f"rollouts.given: a response of {longest} tokens; --max-response-length is {limit}")
+        routes = self.engine.no_routes if self.engine.route_layers else None
+        rows = [Generated([*ids], [0.0] * len(ids), "given", routed_experts=routes) for ids in responses]
+        batch = add_responses(prompts_of(prompts), rows, self.engine.pad_token_id, masks)
+        t = batch.batch
+        t["given_mask"] = t["attention_mask"][:, -t["responses"].shape[1] :].clone()
+        t["policy_version"] = torch.full_like(t["responses"][:, 0], GIVEN)
+        if self.async_level:
+            add_weight_versions(batch, [[]] * len(rows))
+        batch.non_tensor_batch["max_response_length"] = np.array([limit] * len(rows), dtype=object)
+        return batch
+
+    def new_prompts(self, rows: DataProto, messages: Sequence[list[dict]], role: str = "") -> DataProto:
+        """Prompts (B, P) of text with these messages (B,), by the data set's template, in the form of prompts(). What
+        the rows, prompts or responses, have besides (data_source, reward_model, extra_info, ...) goes with them.
+
+        role: a name for prompts whose responses are groups of their own: a uid becomes uid-role-number, with the number
+        of the row among those of its uid. "": uids stay."""
+        objects, dataset = dict(prompts_of(rows).non_tensor_batch), self.loader.dataset.dataset
+        make = getattr(dataset, "prompt_columns", None)
+        if make is None:
+            raise InputError(f"rollouts.new_prompts: {type(dataset).__name__} has no prompt_columns (RLHFDataset has)")
+        items = [make(own, info) for own, info in zip(messages, objects["extra_info"], strict=True)]
+        if not items:
+            return prompts_of(rows)
+        if role:
+            numbers = {row: k for own in rows_by_uid(rows).values() for k, row in enumerate(own)}
+            uids = [f"{uid}-{role}-{numbers[row]}" for row, uid in enumerate(objects["uid"])]
+            objects["uid"] = np.array(uids, dtype=object)
+            if ROW in objects:  # their scores are not those of the data set's row
+                objects[ROW] = np.full(len(uids), None)
+        return DataProto.from_single_dict(objects | collate_fn(items)).to(self.world.device)
 
     @timed("rollout")
     def sleep(self) -> None:
@@ -255,28 +306,33 @@ class Rollouts:
     @timed("rollout")
     def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
         """(batch, *others, metrics), after ranks have exchanged groups so that all have about as much to compute.
-        others: batches with equally many rows per group. Batches of any widths; ranks get equal ones."""
-        model, mini_batches = actor.module, self.sizes.num_mini_batches
-        plan, metrics = balance_groups(
-            batch, model, group_size_of(batch), mini_batches, share_prompts=model.share_prompts
-        )
+        Groups, the rows of a uid, may be of any size. others: rows of these uids, which go with them. Batches of any
+        widths; ranks get equal ones. A collective."""
+        model, given = actor.module, batch.batch.get("given_mask")
+        trained = self.reads_log_probs and given is not None and (given * batch.batch["response_mask"]).any()
+        if self.reads_log_probs and all_reduce_max(int(trained), self.world.device):
+            why = "given tokens that are trained have no log-probs of an engine, which this run's loss reads"
+            raise InputError(f"rollouts.balanced: {why}: set --old-log-probs recompute, and no --rollout-correction")
+        plan, metrics = balance_groups(batch, model, self.sizes.num_mini_batches, share_prompts=model.share_prompts)
         return *(exchange_groups(part, plan) for part in (batch, *others)), metrics
 
     def all_gather(self, batch: DataProto) -> DataProto:
         """The rows of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
-        return gather_groups(equal_widths(batch), group_size_of(batch))
+        return gather_groups(equal_widths(batch))
 
     def own_rows(self, whole: DataProto) -> DataProto:
         """This rank's groups, out of the rows of all ranks."""
-        return whole[own_groups(whole, group_size_of(whole)).ravel()]
+        return whole[[row for rows in own_groups(whole) for row in rows]]
 
     def record_scores(self, batch: DataProto) -> None:
-        """Records how responses to the loader's prompts scored, for --prompt-sampling. A collective."""
+        """Records how responses to the loader's prompts scored, for --prompt-sampling, without rows of older steps and
+        given ones. A collective."""
         if self.loader is not None and self.loader.needs_scores:
-            scored = batch.batch["response_mask"].any(1).tolist()
+            scored = batch.batch["response_mask"].any(1) & self._of_step(batch)
             total = batch.batch["token_level_scores"].sum(1, keepdim=True)
             scores = batch.batch.get("reward_components", total).tolist()
-            known = list(compress(zip(batch.non_tensor_batch[ROW], scores), scored))
+            rows = zip(batch.non_tensor_batch[ROW], scores)
+            known = [(row, score) for row, score in compress(rows, scored.tolist()) if row is not None]
             self.loader.record_scores(*zip(*known, strict=True) if known else ((), ()))
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
@@ -288,8 +344,12 @@ class Rollouts:
         metrics |= {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
         metrics |= self.engine.metrics()
         if self.async_level:
-            metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1)
+            metrics |= staleness_metrics(batch.batch["weight_versions"][self._of_step(batch)], step - 1)
         return metrics
+
+    def _of_step(self, batch: DataProto) -> torch.Tensor:
+        """(B,) bool: rows that were sampled for this step."""
+        return batch.batch["policy_version"] >= self.version - self.async_level
 
     def batch_metrics(self, batch: DataProto) -> dict[str, Metric]:
         """The sampler's, of a batch that loses their column: rows that a run keeps must not depend on clocks. A
@@ -359,10 +419,11 @@ class Rollouts:
         """Of n responses to each prompt. If the step asks for a prompt again, they are others."""
         rows = []
         for uid in prompts.non_tensor_batch["uid"]:
-            number = int(uid.rpartition("-")[2])  # of the prompt in its step, over all ranks
-            again = self._asked[uid, sampling] << AGAIN
+            of_step, _, number = uid.rpartition("-")  # number: of the prompt in its step, over all ranks
+            first = int(number) * n if of_step == str(step) else crc32(uid.encode()) << OTHER
+            first += self._asked[uid, sampling] << AGAIN
             self._asked[uid, sampling] += 1
-            rows += [number * n + sample + again for sample in range(n)]
+            rows += [first + sample for sample in range(n)]
         return request_seeds(self.seed, step, rows)
 
 
@@ -401,4 +462,8 @@ def join_prefixes(rows: DataProto, prefixes: Sequence, batch: DataProto, pad_tok
         log_probs = [0.0] * len(prefix) + t["rollout_log_probs"][i, :n].tolist()
         joined.append(Generated(ids, log_probs, reasons[i], routed_experts=routes[i]))
         masks.append([0] * len(prefix) + [1] * n)
-    return add_responses(rows, joined, pad_token_id, masks)
+    begun = add_responses(rows, joined, pad_token_id, masks)
+    begun.batch["given_mask"] = given = torch.zeros_like(begun.batch["response_mask"])
+    for row, prefix in zip(given, prefixes):
+        row[: len(prefix)] = 1
+    return begun
