@@ -186,8 +186,8 @@ def add_responses(
     position_ids, (n,) or with mrope (4, n) each: if they do not simply follow the prompts'."""
     B, device = len(rows), prompts.batch["input_ids"].device
     lengths = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
-    P = all_reduce_max(max(1, *prompts.batch["attention_mask"].sum(1).tolist()), device)
-    T = all_reduce_max(max(1, *lengths.tolist()), device)
+    P = all_reduce_max(max([1, *prompts.batch["attention_mask"].sum(1).tolist()]), device)
+    T = all_reduce_max(max([1, *lengths.tolist()]), device)
     responses = torch.full((B, T), pad_token_id)
     rollout_log_probs = torch.zeros(B, T)
     response_mask = torch.zeros(B, T, dtype=torch.long)
