@@ -7,38 +7,38 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
-.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff curves bench docs lint format clean
+.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff paper curves bench docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
 
-# not in launch/docker/, which sets up before it has the script
+# not in tools/launch/docker/, which sets up before it has the script
 VISION_ROWS := $(patsubst %.py,%/train.jsonl,$(wildcard data/toy_vision.py))
 setup: $(VENV)/.ready $(VISION_ROWS)  ## create .venv and install the pinned requirements (for a GPU if there is one; make setup GPU=1: in any case)
 
 data/toy_vision/train.jsonl: data/toy_vision.py | $(VENV)/.ready
 	$(BIN)/python data/toy_vision.py --rows
 
-$(VENV)/.ready: launch/requirements-gpu.txt launch/requirements-cpu.txt
+$(VENV)/.ready: tools/launch/requirements-gpu.txt tools/launch/requirements-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "plainrl needs Python 3.11: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if [ -n "$(GPU)" ]; then \
-		echo "installing for a GPU (launch/requirements-gpu.txt)"; \
-		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r launch/requirements-gpu.txt; \
+		echo "installing for a GPU (tools/launch/requirements-gpu.txt)"; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r tools/launch/requirements-gpu.txt; \
 	else \
-		echo "installing for a CPU (launch/requirements-cpu.txt), about two minutes"; \
+		echo "installing for a CPU (tools/launch/requirements-cpu.txt), about two minutes"; \
 		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 && \
-		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r launch/requirements-cpu.txt; \
+		$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile --no-deps -r tools/launch/requirements-cpu.txt; \
 	fi
 	@touch $@
 
 # the versions of the CPU machine, which runs the tests, but for the one that differs by platform
 UV ?= uv
-lock:  ## resolve requirements.txt for GPU machines, to launch/requirements-gpu.txt (pip install uv)
-	grep -vE '^apache-tvm-ffi==' launch/requirements-cpu.txt | $(UV) pip compile -q --universal --python-version 3.11 \
+lock:  ## resolve requirements.txt for GPU machines, to tools/launch/requirements-gpu.txt (pip install uv)
+	grep -vE '^apache-tvm-ffi==' tools/launch/requirements-cpu.txt | $(UV) pip compile -q --universal --python-version 3.11 \
 		--no-annotate --no-header -c - -o requirements-gpu.new requirements.txt
-	{ grep '^#' launch/requirements-gpu.txt; sed 's/ ;.*//' requirements-gpu.new; } > requirements-gpu.lock
-	mv requirements-gpu.lock launch/requirements-gpu.txt && rm requirements-gpu.new
+	{ grep '^#' tools/launch/requirements-gpu.txt; sed 's/ ;.*//' requirements-gpu.new; } > requirements-gpu.lock
+	mv requirements-gpu.lock tools/launch/requirements-gpu.txt && rm requirements-gpu.new
 
 train: setup  ## train the embedded tiny model with grpo.py; more flags: make train ARGS="--seed 2"
 	$(BIN)/python grpo.py $(ARGS)
@@ -72,7 +72,11 @@ test-fast: setup  ## kernels, data, metrics, documents, in two minutes: what to 
 A := grpo
 B := dapo
 diff:  ## what one script changes in another: make diff A=grpo B=dapo
+	@for name in $(A) $(B); do test -f $$name.py || { echo "no $$name.py; a method of papers/: make paper P=$$name"; exit 1; }; done
 	@diff -u $(A).py $(B).py || test $$? = 1
+
+paper: setup  ## write the script of a method in papers/: make paper P=distill
+	$(BIN)/python -m tools.paper apply $(P)
 
 curves: setup  ## the learning curves of the documents (an hour); a part: make curves ARGS="--scripts dapo --variants"
 	$(BIN)/python benchmarks/curves.py $(ARGS)

@@ -4,9 +4,9 @@
     python -m benchmarks.async_rollouts learn        learning curves of the embedded task, 5 seeds    (30 minutes)
     python -m benchmarks.async_rollouts draw         docs/async_curve.png
 
-Each run is `GPUS=2 launch/one_node.sh grpo.py` with its flags of WAYS, one run at a time, in turns. The work of `speed`
-is that of benchmarks/vs_trl.py: the model counts down, so every way samples and trains the same tokens. Figures are
-medians over the steps but the first WARM_UP; lengths: the mean response length of each step, with the first ones.
+Each run is `GPUS=2 tools/launch/one_node.sh grpo.py` with its flags of WAYS, one run at a time, in turns. The work of
+`speed` is that of benchmarks/vs_trl.py: the model counts down, so every way samples and trains the same tokens. Figures
+are medians over the steps but the first WARM_UP; lengths: the mean response length of each step, with the first ones.
 Records: benchmarks/results/async_rollouts.json.
 """
 
@@ -40,7 +40,7 @@ QUIET = "--no-val-before-train --val-every 0 --save-every 0 --no-export-model --
 
 def run(folder: Path, flags: list[str]) -> list[dict]:
     """The lines of the run's metrics.jsonl."""
-    command = ["launch/one_node.sh", "grpo.py", *flags, "--output-dir", str(folder), "--run-name", "run"]
+    command = ["tools/launch/one_node.sh", "grpo.py", *flags, "--output-dir", str(folder), "--run-name", "run"]
     env = job_env(2) | {"VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:

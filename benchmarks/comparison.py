@@ -378,7 +378,7 @@ def main(
             runs = list(pool.map(partial(run_seed, setting.script, flags, ranks=setting.ranks), SEEDS))
             for run in runs:
                 run["curves"] = {ACCURACY: run["curves"][ACCURACY]}
-            launcher = "python" if setting.ranks == 1 else f"GPUS={setting.ranks} launch/one_node.sh"
+            launcher = "python" if setting.ranks == 1 else f"GPUS={setting.ranks} tools/launch/one_node.sh"
             write(name, {"command": f"{launcher} {setting.script}.py {flags}", **how, "runs": runs})
     draw_all(results())
     print(table(results()), rate_table(), long_table(), sep="\n\n")

@@ -73,7 +73,7 @@ COSTS = {"training/tokens": "prompt and response tokens, summed", "timing_s/step
 
 
 def job_env(ranks: int) -> dict[str, str]:
-    """For launch/one_node.sh, which looks for torchrun on the PATH."""
+    """For tools/launch/one_node.sh, which looks for torchrun on the PATH."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return os.environ | {"OMP_NUM_THREADS": "1", "GPUS": str(ranks), "PATH": path}
 
@@ -83,7 +83,7 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str
 
     keys: more metrics of which the curves are wanted."""
     with tempfile.TemporaryDirectory() as folder:
-        launcher = sys.executable if ranks == 1 else "launch/one_node.sh"
+        launcher = sys.executable if ranks == 1 else "tools/launch/one_node.sh"
         command = [launcher, f"{script}.py", *FLAGS.split(), *shlex.split(flags), "--seed", str(seed)]
         command += ["--output-dir", folder, "--run-name", "run"]
         with Path(folder, "log").open("w") as log:
@@ -114,7 +114,7 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str
 
 def provenance(jobs: int) -> dict:
     describe = ["git", "describe", "--always", "--exclude", "*"]
-    results = [":!benchmarks/results", ":!docs"]  # which a benchmark writes
+    results = [":!benchmarks/results", ":!docs", ":!papers/*.md", ":!papers/records"]  # which a benchmark writes
     changed = ["git", "diff", "--quiet", "HEAD", "--", ".", *results]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     dirty = "-dirty" if subprocess.run(changed, cwd=ROOT).returncode else ""

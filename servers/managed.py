@@ -385,6 +385,6 @@ def _own_address() -> str:
     if ip_address(address).is_loopback:
         where = f"{host}, rank 0's address, is loopback on {socket.gethostname()}"
         why = "other nodes would not reach a server there"
-        way_out = "set PET_LOCAL_ADDR for torchrun on the first node (launch/torchrun_nodes.sh)"
+        way_out = "set PET_LOCAL_ADDR for torchrun on the first node (tools/launch/torchrun_nodes.sh)"
         raise InputError(f"--rollout-gpus: {where}: {why}; {way_out}")
     return address

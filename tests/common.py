@@ -313,7 +313,7 @@ def vision_batch(kind: str, rows: tuple[VisionRow, ...] = VISION_ROWS) -> DataPr
 BIN = Path(sys.executable).parent
 PYTHON = [sys.executable]
 TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2"]
-ONE_NODE = ["env", "GPUS=2", str(ROOT / "launch/one_node.sh")]
+ONE_NODE = ["env", "GPUS=2", str(ROOT / "tools/launch/one_node.sh")]
 ACCELERATE = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
 SMALL = [
     *("--prompts-per-step", "8", "--group-size", "4", "--lr", "3e-4", "--save-every", "0", "--no-export-model"),
@@ -344,7 +344,7 @@ def command(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON,
 
 def environment() -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    env["PATH"] = f"{BIN}:{env['PATH']}"  # of launch/
+    env["PATH"] = f"{BIN}:{env['PATH']}"  # of tools/launch/
     return env | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "COLUMNS": "120"}
 
 

@@ -17,7 +17,7 @@ from lib.cli.yaml_files import read_yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCS = [*PAGES, *sorted((ROOT / "docs/recipes").glob("*.md"))]
+DOCS = [*PAGES, *sorted((ROOT / "docs/recipes").glob("*.md")), *sorted((ROOT / "papers").glob("*.md"))]
 DOCS += [ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
@@ -159,14 +159,19 @@ OF_OTHERS = {
     *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
     *("--map-root-user", "--net", "--user"),  # of unshare
     *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers
-    *("--teacher", "--teacher-coef", "--mu", "--mu-end", "--mu-steps", "--phi"),  # which your_own.md adds
 }
 
 
+def flags_of_methods() -> set[str]:
+    """Those that the diffs of papers/ add."""
+    diffs = "".join(file.read_text() for file in ROOT.glob("papers/*.diff"))
+    return {f"--{name.replace('_', '-')}" for name in re.findall(r"^\+    (\w+): ", diffs, flags=re.M)}
+
+
 def flags_of_programs() -> set[str]:
-    """Of data/, benchmarks/, launch/, rewards/ and tools/: parameters, fields of dataclasses and words."""
+    """Of data/, benchmarks/, rewards/ and tools/: parameters, fields of dataclasses and words."""
     paths = [*(ROOT / "data").glob("*.py"), *(ROOT / "rewards").glob("*.py")]
-    paths += [path for folder in ("benchmarks", "tools", "launch") for path in (ROOT / folder).rglob("*.py")]
+    paths += [path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
     names = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -188,7 +193,7 @@ RENAMED |= {f"--{name.replace('_', '-')}" for name in read_yaml(OTHER_NAMES, "")
 
 def test_flags_that_documents_name_exist():
     """In a script, in a program of ours, or in one that is listed here."""
-    known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs()
+    known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs() | flags_of_methods()
     known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS | RENAMED
     named = {(doc.name, flag) for doc in DOCS for flag in FLAG.findall(doc.read_text()) if flag not in known}
     assert {(page, flag) for page, flag in named if not flag.startswith(FORMER_SETTINGS)} == set()
@@ -221,7 +226,7 @@ def test_servers_are_started_on_an_address():
         ROOT / "README.md",
         *(
             path
-            for room in ("docs", "lib", "agent", "servers", "planner", "rewards", "launch")
+            for room in ("docs", "lib", "agent", "servers", "planner", "rewards", "tools")
             for path in (ROOT / room).rglob("*")
         ),
     ]
@@ -236,7 +241,7 @@ def test_modules_that_commands_name_exist():
     paths = [ROOT / "README.md", ROOT / "Makefile"]
     paths += [
         path
-        for room in ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks", "launch")
+        for room in ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks")
         for path in (ROOT / room).rglob("*")
     ]
     texts = [path.read_text() for path in paths if path.suffix in (".md", ".py", ".sh", "") and path.is_file()]
@@ -381,4 +386,4 @@ def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
     assert set(re.findall(r"torch==[\d.]+", page)) == {
         line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
     }
-    assert all((ROOT / "launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
+    assert all((ROOT / "tools/launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))

@@ -20,9 +20,9 @@ def papers(files: list[Path]) -> set[str]:
 
 
 def test_the_paper_index_is_that_of_the_code():
-    own_scripts = papers([ROOT / "docs/your_own.md"])
+    methods = papers([*ROOT.glob("papers/*.md"), ROOT / "docs/your_own.md"])
     assert papers(CODE) - {*PAPER.findall(PAGE)} == set(), "a paper that the code names has no row in docs/papers.md"
-    named = papers(CODE) | own_scripts | papers([ROOT / "docs/multi_turn.md"])
+    named = papers(CODE) | methods | papers([ROOT / "docs/multi_turn.md"])
     assert {*PAPER.findall(PAGE)} - named == set(), "docs/papers.md has a paper that nothing else names"
 
 

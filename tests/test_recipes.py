@@ -27,7 +27,7 @@ from tests.test_docs import METRIC
 FOLDER = ROOT / "docs/recipes"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
 COMMAND = re.compile(
-    r"^(?:accelerate launch --config_file launch/accelerate_(\d+)\.yaml|python) (grpo|ppo|remax|dapo)\.py "
+    r"^(?:accelerate launch --config_file tools/launch/accelerate_(\d+)\.yaml|python) (grpo|ppo|remax|dapo)\.py "
     r"(?:--config \S+ )?(.+)$",
     re.M,
 )

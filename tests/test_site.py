@@ -72,7 +72,7 @@ def test_the_reference_has_every_flag_and_kernel(site):
 
 
 def test_formulas_are_drawn_without_a_script(site):
-    for name in ("grpo", "ppo", "remax", "dapo", "multi_turn", "your_own"):
+    for name in ("grpo", "ppo", "remax", "dapo", "multi_turn", "papers/distill"):
         text = read(site, name)
         assert text.count("<math") > 2 and "arithmatex" not in text, name
 

@@ -32,6 +32,7 @@ NAMED = {  # pages that are not called as their file in docs/
     "reading_a_run.md": ROOT / "docs/reading_a_run.ipynb",
     "CONTRIBUTING.md": ROOT / ".github/CONTRIBUTING.md",
 }
+NAMED |= {f"papers/{file.name}": file for file in sorted(ROOT.glob("papers/*.md"))}
 PAGE_OF = {file: page for page, file in NAMED.items()}
 OF_CODE = "---\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n"
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}

@@ -182,7 +182,7 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     if from_launcher:
         if rank == 0 and is_on_one_node():
             what = f"the launcher's store listens on all network interfaces (port {env['MASTER_PORT']})"
-            print(f"warning: {what}; launch/one_node.sh opens none to the network", file=sys.stderr, flush=True)
+            print(f"warning: {what}; tools/launch/one_node.sh opens none to the network", file=sys.stderr, flush=True)
     elif size == 1:
         return dist.HashStore(), rank, size
     address = "127.0.0.1", int(env["MASTER_PORT"])

@@ -179,7 +179,7 @@ def _next_number(folder: Path) -> Path:
 
 def typed_command() -> str:
     """The command that was typed to start this process, with its launcher."""
-    if launcher := os.environ.get("PLAINRL_LAUNCHER"):  # launch/one_node.sh, whose torchrun starts `python -u`
+    if launcher := os.environ.get("PLAINRL_LAUNCHER"):  # tools/launch/one_node.sh, whose torchrun starts `python -u`
         return f"{launcher} {shlex.join(sys.orig_argv[2:])}"
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or accelerate's launcher
         return shlex.join(psutil.Process(os.getppid()).cmdline())

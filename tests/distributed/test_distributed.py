@@ -83,7 +83,7 @@ run(main, sys.argv[1])
 """
 
 ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_processes", "2", "--main_process_port", "0"]
-FSDP_PLUGIN = ["--config_file", str(ROOT / "launch/accelerate_8.yaml"), "--use_fsdp", "--fsdp_version", "2"]
+FSDP_PLUGIN = ["--config_file", str(ROOT / "tools/launch/accelerate_8.yaml"), "--use_fsdp", "--fsdp_version", "2"]
 
 
 def launch(launcher: list[str], script: Path, *args: str) -> subprocess.CompletedProcess:

@@ -753,8 +753,8 @@ def test_the_command_that_goes_on_has_the_launcher_that_was_typed(launcher, monk
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert typed_command() == shlex.join(typed)
     monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-u", "-m", "mine", "--lr", "1"])
-    monkeypatch.setenv("PLAINRL_LAUNCHER", "GPUS=2 launch/one_node.sh")
-    assert typed_command() == "GPUS=2 launch/one_node.sh -m mine --lr 1"
+    monkeypatch.setenv("PLAINRL_LAUNCHER", "GPUS=2 tools/launch/one_node.sh")
+    assert typed_command() == "GPUS=2 tools/launch/one_node.sh -m mine --lr 1"
     monkeypatch.delenv("PLAINRL_LAUNCHER")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert typed_command() == shlex.join(sys.orig_argv)
@@ -802,7 +802,7 @@ def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, l
 
     words = shlex.split(typed)
     if launcher == ONE_NODE:
-        assert typed.startswith(f"GPUS=2 {ROOT}/launch/one_node.sh ")
+        assert typed.startswith(f"GPUS=2 {ROOT}/tools/launch/one_node.sh ")
         words = ["env", *words]
     assert words[-4:] == ["--run-name", "run", "--resume", "auto"]
     assert words[:-4] == arguments

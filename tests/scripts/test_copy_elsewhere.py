@@ -13,9 +13,9 @@ from zipfile import ZipFile
 import pytest
 from packaging.requirements import Requirement
 
-from launch.build_backend import FILES, FOLDERS, build_editable, build_wheel
 from lib.run.provenance import _lib_commit
 from tests.common import PYTHON, ROOT, SMALL, environment, metrics, ran
+from tools.launch.build_backend import FILES, FOLDERS, build_editable, build_wheel
 
 DEFAULT_DATA = SMALL[: SMALL.index("--train-files")]
 
@@ -75,7 +75,7 @@ def test_a_copy_trains_with_the_wheel_alone(tmp_path):
 def checkout(tmp_path) -> Path:
     """A repository with the files of a wheel, and no others."""
     root = tmp_path / "checkout"
-    for name in (*FILES, "pyproject.toml", "launch/build_backend.py", "data/toy/rows é.jsonl", ".gitignore"):
+    for name in (*FILES, "pyproject.toml", "tools/launch/build_backend.py", "data/toy/rows é.jsonl", ".gitignore"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name) if (ROOT / name).exists() else (root / name).touch()
     git(root, "init", "-q")
@@ -89,17 +89,18 @@ def git(root: Path, *words: str) -> None:
 
 
 def build(root: Path) -> subprocess.CompletedProcess:
-    code = f"import sys; sys.path.insert(0, {str(root / 'launch')!r}); import build_backend as b; b.build_wheel('.')"
+    backend = str(root / "tools/launch")
+    code = f"import sys; sys.path.insert(0, {backend!r}); import build_backend as b; b.build_wheel('.')"
     return run([*PYTHON, "-c", code], root.parent)
 
 
 def test_a_wheel_has_what_git_tracks_and_nothing_else(checkout):
     """Whoever builds it may have data of their own below data/."""
-    tracked = {*FILES, "launch/build_backend.py", "data/toy/rows é.jsonl"}
+    tracked = {*FILES, "tools/launch/build_backend.py", "data/toy/rows é.jsonl"}
     (checkout / "data/customers").mkdir()
     (checkout / "data/customers/rows.csv").write_text("secret")
     (checkout / "data/customers/link").symlink_to("/etc/passwd")
-    (checkout / "launch/runs").symlink_to("/etc")
+    (checkout / "tools/launch/runs").symlink_to("/etc")
     (checkout / "data/toy_vision").mkdir()
     (checkout / "data/toy_vision/val.jsonl").touch()  # which git ignores
     for suffix in ("", "-dirty"):
@@ -143,6 +144,6 @@ def test_an_editable_wheel_has_the_path_of_the_checkout_and_the_pinned_packages_
     required = [Requirement(line) for line in message_from_bytes(metadata).get_all("Requires-Dist")]
     assert not any(r.marker.evaluate({"extra": ""}) for r in required)
     for extra, more in (("gpu", {}), ("cpu", {"torch": "==2.13.0"})):
-        lines = (ROOT / f"launch/requirements-{extra}.txt").read_text().splitlines()
+        lines = (ROOT / f"tools/launch/requirements-{extra}.txt").read_text().splitlines()
         pins = more | {r.name: str(r.specifier) for r in map(Requirement, (x for x in lines if x[:1] not in ("", "#")))}
         assert pins == {r.name: str(r.specifier) for r in required if r.marker.evaluate({"extra": extra})}

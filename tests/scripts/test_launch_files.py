@@ -1,4 +1,4 @@
-"""launch/, launch/docker/ and the requirements: read by their programs, and run as far as one CPU machine can.
+"""tools/launch/ and the requirements: read by their programs, and run as far as one CPU machine can.
 
 Two "nodes" are two network namespaces joined by a virtual cable, each with an interface and a loopback of its own.
 Where the kernel does not let a user make them, the nodes are two torchruns that meet on a port of this machine, and the
@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 from tests.common import PYTHON, ROOT, SMALL, TOY, environment, fork, free_port, metrics, ran
 from tests.scripts.test_scripts import saved
 
-LAUNCH = ROOT / "launch"
+LAUNCH = ROOT / "tools/launch"
 SIX_STEPS = [*TOY, *SMALL, "--total-steps", "6", "--num-mini-batches", "2", "--save-every", "1"]
 SIX_STEPS += ["--reward-workers", "0"]
 
@@ -119,10 +119,11 @@ def test_the_scripts_are_bash(name):
 
 @pytest.mark.parametrize("script", ["one_node.sh", "torchrun_nodes.sh"])
 def test_a_launch_script_finds_the_environment_or_says_what_to_do(tmp_path, script):
-    (tmp_path / "launch").mkdir()
-    shutil.copy(LAUNCH / script, tmp_path / "launch")
+    (tmp_path / "tools/launch").mkdir(parents=True)
+    shutil.copy(LAUNCH / script, tmp_path / "tools/launch")
     flag = "--max-restarts=2"
-    command, env = [str(tmp_path / "launch" / script), flag, "grpo.py"], {"PATH": "/usr/bin:/bin", "HEAD": "node-0"}
+    command = [str(tmp_path / "tools/launch" / script), flag, "grpo.py"]
+    env = {"PATH": "/usr/bin:/bin", "HEAD": "node-0"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "make setup" in done.stderr and len(done.stderr.splitlines()) == 1
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -136,7 +137,7 @@ def test_slurm_script_outside_a_job_says_how_to_start_it():
     done = subprocess.run(
         [str(LAUNCH / "slurm.sh"), "grpo.py"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
-    assert done.returncode == 1 and "sbatch launch/slurm.sh" in done.stderr
+    assert done.returncode == 1 and "sbatch tools/launch/slurm.sh" in done.stderr
 
 
 PROGRAMS = ["grpo.py", "ppo.py", "remax.py", "dapo.py", "-mtools.page", "-mtools.memory"]
@@ -209,7 +210,7 @@ def test_slurm_starts_a_torchrun_on_each_node_that_resumes(tmp_path):
     assert done.stdout.splitlines() == [line, line]
 
 
-# ---- launch/docker/ -------------------------------------------------------------------------------------
+# ---- tools/launch/docker/ -------------------------------------------------------------------------------------
 
 # stands for python3 of the image: writes down what pip is to install, and makes a virtual environment of itself
 FAKE_PYTHON = """#!/bin/sh
@@ -222,7 +223,7 @@ esac
 
 def dockerfile(name: str) -> list[tuple[str, str]]:
     """(instruction, its words), in order."""
-    text = (ROOT / f"launch/docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
+    text = (ROOT / f"tools/launch/docker/{name}.Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
 
@@ -235,7 +236,7 @@ def test_images_have_the_compilers_that_torch_looks_for(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "requirements"), {"cpu": "launch/requirements-cpu.txt", "gpu": "launch/requirements-gpu.txt"}.items()
+    ("name", "requirements"), [(name, f"tools/launch/requirements-{name}.txt") for name in ("cpu", "gpu")]
 )
 def test_the_steps_of_a_dockerfile_run(tmp_path, name, requirements):
     """As far as they can without Docker, network and root: its set-up is that of README's two commands, on the files
@@ -273,7 +274,7 @@ def test_an_image_has_no_root_no_secret_and_no_index(name):
     assert instructions.index("USER") < instructions.index("COPY")
     assert all("--chown=plainrl:plainrl" in words for step, words in steps if step == "COPY")
     assert not re.search(
-        r"https?:|index-url|KEY|TOKEN|SECRET|PASSWORD", (ROOT / f"launch/docker/{name}.Dockerfile").read_text()
+        r"https?:|index-url|KEY|TOKEN|SECRET|PASSWORD", (ROOT / f"tools/launch/docker/{name}.Dockerfile").read_text()
     )
     assert "ADD" not in instructions and "ARG" not in instructions
 
@@ -292,7 +293,7 @@ def pins(file: str) -> dict[str, str]:
 
 def test_the_lock_for_gpus_is_what_requirements_txt_asks_for():
     """And has the versions that the tests run with; `make lock` names the two packages that differ."""
-    gpu, cpu = pins("launch/requirements-gpu.txt"), pins("launch/requirements-cpu.txt")
+    gpu, cpu = pins("tools/launch/requirements-gpu.txt"), pins("tools/launch/requirements-cpu.txt")
     asked = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     for requirement in map(Requirement, filter(None, asked)):
         assert requirement.specifier.contains(gpu[canonicalize_name(requirement.name)]), requirement
@@ -305,6 +306,8 @@ def test_the_lock_for_gpus_is_what_requirements_txt_asks_for():
     assert {"torchaudio", "torchcodec", "nvidia-nccl-cu13"} <= gpu.keys()
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "launch/requirements-cpu.txt", "launch/requirements-gpu.txt"])
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", *(f"tools/launch/requirements-{of}.txt" for of in ("cpu", "gpu"))]
+)
 def test_requirements_name_no_index(name):
     assert not re.search(r"://|^\s*-|@", (ROOT / name).read_text(), re.MULTILINE)

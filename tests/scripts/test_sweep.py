@@ -1,4 +1,4 @@
-"""launch/sweep.py: the runs of a file, and what is left of them."""
+"""tools/launch/sweep.py: the runs of a file, and what is left of them."""
 
 import json
 import os
@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 import grpo
-from launch.sweep import Args, main, read_sweep
 from lib import InputError
 from lib.run.lock import take_lock
 from tests.common import ROOT, parse_flags
+from tools.launch.sweep import Args, main, read_sweep
 
 SCRIPT = """
 import os, sys, time
@@ -213,13 +213,13 @@ def test_several_gpus_are_one_job_of_the_launch_script(sweep, capsys):
     args = sweep()
     args.jobs, args.gpus, args.gpus_per_run, args.dry_run = 0, ("0", "1"), 2, True
     assert main(args) == 0
-    assert shlex.split(capsys.readouterr().out)[:2] == [str(ROOT / "launch/one_node.sh"), "script.py"]
+    assert shlex.split(capsys.readouterr().out)[:2] == [str(ROOT / "tools/launch/one_node.sh"), "script.py"]
 
 
 def test_two_programs_do_not_run_one_sweep(sweep, tmp_path):
     with take_lock(tmp_path / "runs/sweep"):
         done = subprocess.run(
-            [sys.executable, "-c", f"from launch.sweep import *; main(Args(Path({str(sweep().file)!r})))"],
+            [sys.executable, "-c", f"from tools.launch.sweep import *; main(Args(Path({str(sweep().file)!r})))"],
             env={"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
@@ -229,7 +229,7 @@ def test_two_programs_do_not_run_one_sweep(sweep, tmp_path):
 
 def test_ctrl_c_ends_it(sweep, tmp_path):
     sweep(grid={"lr": ["slow"]}, seeds=[1, 2, 3])
-    command = [sys.executable, "-m", "launch.sweep", "sweep.yaml", "--jobs", "1"]
+    command = [sys.executable, "-m", "tools.launch.sweep", "sweep.yaml", "--jobs", "1"]
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
     job = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, start_new_session=True, stderr=subprocess.PIPE)
     signal.signal(signal.SIGINT, ignored)

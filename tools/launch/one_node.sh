@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One node: launch/one_node.sh grpo.py [flags]
+# One node: tools/launch/one_node.sh grpo.py [flags]
 #
 # torchrun by itself listens on all interfaces and unpickles what it is sent there. Here it meets itself in a file, which
 # nobody else can open, and the ranks' store is in rank 0, on loopback. GPUS (8) may be set; torchrun reads its other
 # options from PET_*, such as PET_MAX_RESTARTS=3, with --resume auto. With --rollout-gpus 4 half of the GPUs sample.
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"  # a copy of a script may be in another repository
 command -v torchrun > /dev/null || PATH="$root/.venv/bin:$PATH"
 command -v torchrun > /dev/null || { echo "error: no torchrun here: run \`make setup\`, or activate your environment" >&2; exit 1; }

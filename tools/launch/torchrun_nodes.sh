@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Several nodes without a scheduler: the same line on each, HEAD being the first node's name or address as all see it.
 #
-#     HEAD=node-0 launch/torchrun_nodes.sh grpo.py --run-name r1 --resume auto --model ...
+#     HEAD=node-0 tools/launch/torchrun_nodes.sh grpo.py --run-name r1 --resume auto --model ...
 #
 # With --rollout-gpus 8 the last node samples for the others.
 #
@@ -11,7 +11,7 @@
 # PET_MAX_RESTARTS=3, with --resume auto. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the network interface where
 # the default is not the one between the nodes.
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"  # a copy of a script may be in another repository
 trap '' HUP && export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT  # a closed terminal does not end the run
 command -v torchrun > /dev/null || PATH="$root/.venv/bin:$PATH"

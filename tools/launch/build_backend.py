@@ -14,15 +14,15 @@ import tomllib
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("lib", "agent", "servers", "planner", "rewards", "tools", "launch", "data")
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("lib", "agent", "servers", "planner", "rewards", "tools", "data", "papers")
 FILES = (
     "grpo.py",
     "ppo.py",
     "remax.py",
     "dapo.py",
-    "launch/requirements-cpu.txt",
-    "launch/requirements-gpu.txt",
+    "tools/launch/requirements-cpu.txt",
+    "tools/launch/requirements-gpu.txt",
     "LICENSE",
 )
 
@@ -51,7 +51,7 @@ def _requirements(name: str) -> list[str]:
 
 
 def _extras() -> dict[str, list[str]]:
-    gpu, cpu = _requirements("launch/requirements-gpu.txt"), _requirements("launch/requirements-cpu.txt")
+    gpu, cpu = _requirements("tools/launch/requirements-gpu.txt"), _requirements("tools/launch/requirements-cpu.txt")
     return {"gpu": gpu, "cpu": [*cpu, *(line for line in gpu if line.startswith("torch=="))]}
 
 

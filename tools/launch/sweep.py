@@ -1,9 +1,9 @@
 """Runs a script for each setting of a grid or a list, with each seed, on the cores or the GPUs of this machine.
 
-    python -m launch.sweep sweep.yaml                         runs what has not ended yet, in runs/sweep
-    python -m launch.sweep sweep.yaml --gpus 0 1 2 3          a run on each of four GPUs
-    python -m launch.sweep sweep.yaml --gpus 0 1 2 3 --gpus-per-run 2
-    python -m launch.sweep sweep.yaml --dry-run               prints the commands
+    python -m tools.launch.sweep sweep.yaml                         runs what has not ended yet, in runs/sweep
+    python -m tools.launch.sweep sweep.yaml --gpus 0 1 2 3          a run on each of four GPUs
+    python -m tools.launch.sweep sweep.yaml --gpus 0 1 2 3 --gpus-per-run 2
+    python -m tools.launch.sweep sweep.yaml --dry-run               prints the commands
 
 The file:
 
@@ -43,7 +43,7 @@ from lib.cli.secrets import secret_in
 from lib.cli.yaml_files import read_yaml, words_of
 from lib.run.lock import take_lock
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KEYS = {"script", "flags", "grid", "settings", "seeds"}
 OWN = {"seed", "run-name", "output-dir", "resume"}  # flags that a sweep sets itself
 MOST_RUNS = 10_000
@@ -155,7 +155,7 @@ def launched(run: Run, gpus: list[str]) -> tuple[list[str], dict[str, str]]:
     """(the command, its environment)."""
     env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
     if len(gpus) > 1:
-        return [str(ROOT / "launch/one_node.sh"), *run.command], env | {"GPUS": str(len(gpus))}
+        return [str(ROOT / "tools/launch/one_node.sh"), *run.command], env | {"GPUS": str(len(gpus))}
     return [sys.executable, *run.command], env
 
 
@@ -231,4 +231,4 @@ def main(args: Args) -> int:
 
 if __name__ == "__main__":
     with command_line():
-        sys.exit(main(tyro.cli(Args, prog="python -m launch.sweep", description=__doc__)))
+        sys.exit(main(tyro.cli(Args, prog="python -m tools.launch.sweep", description=__doc__)))

@@ -1,4 +1,4 @@
-# plainrl on NVIDIA GPUs: docker build -f launch/docker/gpu.Dockerfile -t plainrl-gpu . (docs/gpu.md)
+# plainrl on NVIDIA GPUs: docker build -f tools/launch/docker/gpu.Dockerfile -t plainrl-gpu . (docs/gpu.md)
 # CUDA's libraries come with the wheels of torch, the driver from the host by the NVIDIA container toolkit.
 FROM python:3.11-slim
 # g++ (with gcc) and libc6-dev are for torch.compile and Triton, which compile at run time; libseccomp2 for the sandbox
@@ -8,7 +8,7 @@ RUN useradd --create-home plainrl && install -d -o plainrl -g plainrl /home/plai
 USER plainrl
 WORKDIR /home/plainrl/plainrl
 COPY --chown=plainrl:plainrl Makefile ./
-COPY --chown=plainrl:plainrl launch/requirements-gpu.txt launch/requirements-cpu.txt launch/
+COPY --chown=plainrl:plainrl tools/launch/requirements-gpu.txt tools/launch/requirements-cpu.txt tools/launch/
 # the machine that builds the image need not have a GPU
 RUN make setup GPU=1 && rm -rf /home/plainrl/.cache
 COPY --chown=plainrl:plainrl . .
