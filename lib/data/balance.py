@@ -44,9 +44,9 @@ def balance_groups(
     Returns (plan, metrics), for `exchange_groups`. perf/imbalance_sampled (before the exchange) and perf/imbalance
     (after it) are the sum over mini-batches of the costliest rank's cost, over the mean cost of a rank."""
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), dict[str, Group]()
-    sizes, costs = map(len, rows_by_uid(batch).values()), group_costs(batch, model, share_prompts)
-    own_groups = zip(rows_by_uid(batch), itertools.count(), sizes, costs)
-    for group in all_gather_lists([Group(uid, rank, *of_group) for uid, *of_group in own_groups]):
+    rows, costs = rows_by_uid(batch), group_costs(batch, model, share_prompts)
+    here = [Group(uid, rank, k, len(rows[uid]), cost) for k, (uid, cost) in enumerate(zip(rows, costs))]
+    for group in all_gather_lists(here):
         known = found.setdefault(group.uid, group)
         if known is not group:
             found[group.uid] = known._replace(rows=known.rows + group.rows, cost=known.cost + group.cost)
