@@ -192,7 +192,7 @@ class Rollouts:
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
         """Gives the engine the policy's weights after `version` steps, and checks that it has them."""
-        self.version, actor.sampled_since = version, version - self.async_level
+        self.version, actor.sampled_since = version, max(0, version - self.async_level)
         self._taken = 0
         self._asked.clear()
 
@@ -349,7 +349,7 @@ class Rollouts:
 
     def _of_step(self, batch: DataProto) -> torch.Tensor:
         """(B,) bool: rows that were sampled for this step."""
-        return batch.batch["policy_version"] >= self.version - self.async_level
+        return batch.batch["policy_version"] >= max(0, self.version - self.async_level)
 
     def batch_metrics(self, batch: DataProto) -> dict[str, Metric]:
         """The sampler's, of a batch that loses their column: rows that a run keeps must not depend on clocks. A
@@ -420,7 +420,8 @@ class Rollouts:
         rows = []
         for uid in prompts.non_tensor_batch["uid"]:
             of_step, _, number = uid.rpartition("-")  # number: of the prompt in its step, over all ranks
-            first = int(number) * n if of_step == str(step) else crc32(uid.encode()) << OTHER
+            of_loader = of_step == str(step) and number.isdecimal()
+            first = int(number) * n if of_loader else crc32(uid.encode()) << OTHER
             first += self._asked[uid, sampling] << AGAIN
             self._asked[uid, sampling] += 1
             rows += [first + sample for sample in range(n)]

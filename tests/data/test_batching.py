@@ -483,6 +483,17 @@ def test_rows_of_a_uid_that_the_first_batch_lacks_are_one_line(toy):
             exchange_groups(batch, plan)
 
 
+def test_given_tokens_that_train_are_refused_where_the_loss_reads_the_engines_log_probs():
+    def check(world):
+        batch = rollout_batch([2, 2], [3, 3])
+        batch.batch["given_mask"] = batch.batch["response_mask"] * (world.rank == 1)
+        reads = SimpleNamespace(reads_log_probs=True, world=world)
+        with pytest.raises(InputError, match="given tokens that are trained have no log-probs of an engine"):
+            Rollouts.balanced(reads, SimpleNamespace(module=None), batch)
+
+    run_ranks(2, check)
+
+
 def test_the_groups_of_all_ranks_are_in_the_order_of_their_numbers():
     """Group k of each rank before any group k + 1; the union of own_rows is the whole."""
 

@@ -498,7 +498,7 @@ def test_prompts_of_any_uid_have_seeds_of_their_own(engine_and_model):
     """A prompt of an earlier step, prompts that the step wrote, and the step's own: all differ, in each run alike."""
     engine, _ = engine_and_model
     prompts = prompts_of_step()[[0] * 5]
-    prompts.non_tensor_batch["uid"] = np.array(["1-0", "0-0", "1-0-solver-0", "1-0-solver-1", "mine"], dtype=object)
+    prompts.non_tensor_batch["uid"] = np.array(["1-0", "0-0", "1-0-solver-0", "1-0-solver-1", "1-mine"], dtype=object)
     of_runs = [rollouts_of(engine).generate(prompts, n=2).batch["responses"].tolist() for _ in range(2)]
     assert of_runs[0] == of_runs[1] and len({*map(tuple, of_runs[0])}) == 10
 
