@@ -75,7 +75,7 @@ def balance_groups(
 def rows_by_uid(batch: DataProto) -> dict[str, list[int]]:
     """The rows of each uid, which need not be adjacent."""
     rows: dict[str, list[int]] = {}
-    for row, uid in enumerate(batch.non_tensor_batch.get("uid", ())):
+    for row, uid in enumerate(batch.non_tensor_batch["uid"] if len(batch) else ()):
         rows.setdefault(uid, []).append(row)
     return rows
 
@@ -113,14 +113,14 @@ def exchange_groups(batch: DataProto, plan: Plan) -> DataProto:
     if len(plan) > 1:
         batch = equal_widths(batch)
         columns, device, meta_info = _without_derived(batch), batch.batch["input_ids"].device, batch.meta_info
-        to_rank = np.array([rank_of[uid] for uid in batch.non_tensor_batch.get("uid", ())])
+        to_rank = np.array([rank_of[uid] for uid in batch.non_tensor_batch["uid"]])
         parts = all_to_all_objects([columns[to_rank == rank] for rank in range(len(plan))])
         batch = DataProto.concat([_with_derived(part.to(device)) for part in parts])
         batch.meta_info, rows = dict(meta_info), rows_by_uid(batch)
     order = [row for uid in own for row in rows.get(uid, ())]
     if order != [*range(len(batch))]:
         batch = batch[order]
-    numbers = [own[uid] for uid in batch.non_tensor_batch.get("uid", ())]
+    numbers = [own[uid] for uid in batch.non_tensor_batch["uid"]]
     batch.batch["mini_batch"] = torch.tensor(numbers, dtype=torch.long, device=batch.batch["input_ids"].device)
     return batch
 

@@ -178,7 +178,7 @@ def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None
 
 
 def add_responses(
-    prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: list | None = None, position_ids=None
+    prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: Sequence | None = None, position_ids=None
 ) -> DataProto:
     """The prompts with their responses: what every engine returns. A collective. P and T are the
     longest prompt (left-padded) and response (right-padded) over all ranks. Rows that ended by
