@@ -249,7 +249,8 @@ class Rollouts:
                 why = f"groups of {size} are in flight, and rollouts.generate asks for {n}, or for limits or prefixes"
                 raise InputError(f"--async-level: {why}")
             return self._checked(collected(), [self.sampling.max_response_length] * (n * len(prompts)))
-        sampling, rows = sampling or self.sampling, prompts_of(prompts).repeat(n, interleave=True)
+        sampling, prompts = sampling or self.sampling, prompts_of(prompts)
+        rows = prompts.repeat(n, interleave=True)
         limits = [sampling.max_response_length] * len(rows) if limits is None else list(limits)
         seeds = seeds or self._seeds(self.version + 1, prompts, n, sampling)
         produce = partial(self._sample, rows, sampling, limits, prefixes, seeds)
