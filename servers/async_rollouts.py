@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lib.data import gather_groups, own_groups
 from lib.data_proto import DataProto
 from lib.rollout.engine import Generated, Response
-from lib.rollout.stream import gather_groups, own_groups
 from lib.sampling import Sampling
 from servers.engine import ServerEngine
 

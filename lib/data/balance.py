@@ -101,6 +101,22 @@ def equal_widths(batch: DataProto) -> DataProto:
     return pad_rows(batch, *(all_reduce_max(x.shape[1], x.device) for x in tensors))
 
 
+def gather_groups(batch: DataProto) -> DataProto:
+    """The groups of all ranks, each rank's first one, then each rank's second, and so on: for the prompts of a step,
+    the order of their numbers. A collective."""
+    groups = [*rows_by_uid(batch).values()]
+    sizes = all_gather_lists([[len(rows) for rows in groups]])
+    firsts = itertools.accumulate((sum(own) for own in sizes), initial=0)
+    places = [(place, first) for first, own in zip(firsts, sizes) for place, n in enumerate(own) for _ in range(n)]
+    in_groups = batch[[row for rows in groups for row in rows]]
+    return in_groups.all_gather()[sorted(range(len(places)), key=places.__getitem__)]
+
+
+def own_groups(whole: DataProto) -> list[list[int]]:
+    """The rows of this rank's groups, among those that gather_groups returns."""
+    return [*rows_by_uid(whole).values()][dist.get_rank() :: dist.get_world_size()]
+
+
 def exchange_groups(batch: DataProto, plan: Plan) -> DataProto:
     """The groups that the plan of `balance_groups` gives this rank, in its order, with the column mini_batch (B,). Each
     rank keeps its meta_info. Batches may have any number of rows per group, and any widths. A collective. Raises

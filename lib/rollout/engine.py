@@ -226,6 +226,24 @@ def add_responses(
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
 
+def join_prefixes(rows: DataProto, prefixes: Sequence, batch: DataProto, pad_token_id: int) -> DataProto:
+    """The rows with responses that begin with their prefixes. batch: what was sampled after these. A collective."""
+    t, reasons = batch.batch, batch.non_tensor_batch["finish_reason"]
+    lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1).tolist()
+    routes = batch.non_tensor_batch.get(ROUTES, [None] * len(rows))
+    joined, masks = [], []
+    for i, (prefix, n) in enumerate(zip(prefixes, lengths)):
+        ids = [*prefix, *t["responses"][i, :n].tolist()]
+        log_probs = [0.0] * len(prefix) + t["rollout_log_probs"][i, :n].tolist()
+        joined.append(Generated(ids, log_probs, reasons[i], routed_experts=routes[i]))
+        masks.append([0] * len(prefix) + [1] * n)
+    begun = add_responses(rows, joined, pad_token_id, masks)
+    begun.batch["given_mask"] = given = torch.zeros_like(begun.batch["response_mask"])
+    for row, prefix in zip(given, prefixes):
+        row[: len(prefix)] = 1
+    return begun
+
+
 def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
     """Adds weight_versions (B, T), -1 where no token was sampled. rows: of each response."""
     versions = torch.full_like(batch.batch["responses"], -1)

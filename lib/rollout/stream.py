@@ -1,6 +1,5 @@
 """The rollouts of a run, step by step: takes prompts from the loader, samples, and spreads rows over the ranks."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,7 +12,6 @@ from zlib import crc32
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     PreTrainedConfig,
@@ -25,9 +23,18 @@ from transformers import (
 from lib import InputError
 from lib.args import Sizes
 from lib.cli.user_code import load_object
-from lib.data import ROW, balance_groups, collate_fn, equal_widths, exchange_groups, rows_by_uid
+from lib.data import (
+    ROW,
+    balance_groups,
+    collate_fn,
+    equal_widths,
+    exchange_groups,
+    gather_groups,
+    own_groups,
+    rows_by_uid,
+)
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, World, all_gather_lists, all_reduce_max, timed
+from lib.distributed import Max, Mean, Metric, World, all_reduce_max, timed
 from lib.model import Policy
 from lib.model.routing import ROUTES
 from lib.rollout.engine import (
@@ -36,6 +43,7 @@ from lib.rollout.engine import (
     SteppedEngine,
     add_responses,
     add_weight_versions,
+    join_prefixes,
     prompts_of,
     request_seeds,
 )
@@ -146,22 +154,6 @@ def add_origin(batch: DataProto, version: int, level: int) -> DataProto:
     batch.batch["policy_version"] = oldest = versions.where(versions >= 0, present).amin(1)
     assert (oldest >= version - level).all(), f"a token is of weights more than {level} steps ago (--async-level)"
     return batch
-
-
-def gather_groups(batch: DataProto) -> DataProto:
-    """The groups of all ranks, each rank's first one, then each rank's second, and so on: for the prompts of a step,
-    the order of their numbers. A collective."""
-    groups = [*rows_by_uid(batch).values()]
-    sizes = all_gather_lists([[len(rows) for rows in groups]])
-    firsts = itertools.accumulate((sum(own) for own in sizes), initial=0)
-    places = [(place, first) for first, own in zip(firsts, sizes) for place, n in enumerate(own) for _ in range(n)]
-    in_groups = batch[[row for rows in groups for row in rows]]
-    return in_groups.all_gather()[sorted(range(len(places)), key=places.__getitem__)]
-
-
-def own_groups(whole: DataProto) -> list[list[int]]:
-    """The rows of this rank's groups, among those that gather_groups returns."""
-    return [*rows_by_uid(whole).values()][dist.get_rank() :: dist.get_world_size()]
 
 
 @dataclass(eq=False)
@@ -451,21 +443,3 @@ def check_lengths(batch: DataProto, limits: list[int], engine: str) -> None:
     if any(length > limit for length, limit in zip(lengths, limits)):
         why = "a response is longer than its limit: generate must keep row_limits(prompts, sampling)"
         raise InputError(f"--rollout-engine {engine}: {why} (lib/rollout/engine.py)")
-
-
-def join_prefixes(rows: DataProto, prefixes: Sequence, batch: DataProto, pad_token_id: int) -> DataProto:
-    """The rows with responses that begin with their prefixes. batch: what was sampled after these. A collective."""
-    t, reasons = batch.batch, batch.non_tensor_batch["finish_reason"]
-    lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1).tolist()
-    routes = batch.non_tensor_batch.get(ROUTES, [None] * len(rows))
-    joined, masks = [], []
-    for i, (prefix, n) in enumerate(zip(prefixes, lengths)):
-        ids = [*prefix, *t["responses"][i, :n].tolist()]
-        log_probs = [0.0] * len(prefix) + t["rollout_log_probs"][i, :n].tolist()
-        joined.append(Generated(ids, log_probs, reasons[i], routed_experts=routes[i]))
-        masks.append([0] * len(prefix) + [1] * n)
-    begun = add_responses(rows, joined, pad_token_id, masks)
-    begun.batch["given_mask"] = given = torch.zeros_like(begun.batch["response_mask"])
-    for row, prefix in zip(given, prefixes):
-        row[: len(prefix)] = 1
-    return begun
