@@ -107,7 +107,7 @@ if __name__ == "__main__":  # before the slow imports, so that --help and errors
 import torch
 
 from lib import core_algos, setup
-from lib.data import gather_rows, scatter_rows
+from lib.data import gather_rows, scatter_rows, split_mini_batches
 from lib.data_proto import DataProto
 from lib.distributed import Metric, Sum, add_metrics, global_counts, timed, token_means
 from lib.distributed import run as launch
@@ -189,7 +189,7 @@ def update(args: Args, actor: Policy, batch: DataProto, needs: setup.Needs, entr
     """update_epochs x num_mini_batches optimizer steps. Returns (metrics, outputs)."""
     metrics: dict[str, Metric] = {}
     outputs = []  # (rows, log_probs, entropy) of each micro-batch, for run.save_rollouts
-    mini_batches = batch.split(needs.sizes.local_mini_batch_rows)
+    mini_batches = split_mini_batches(batch, needs.sizes.num_mini_batches)
     for number, mini_batch in enumerate(mini_batches * args.update_epochs):
         tokens, rows = global_counts(mini_batch.batch["denominator_mask"])
         denominators = {"global_tokens": tokens, "global_rows": rows, "loss_scale_factor": needs.loss_scale_factor}

@@ -51,7 +51,8 @@ def rollout(setting: str, prompts: int, seed: int) -> DataProto:
         "response_mask": mask,
         "advantages": torch.randn(rows, 1, generator=g) * mask,
     }
-    return DataProto.from_dict(tensors=tensors)
+    uids = [f"{seed}-{i // GROUP}" for i in range(rows)]
+    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
 
 
 def cpu_seconds(model, batch: DataProto, max_tokens: int, repeats: int) -> list[float]:
@@ -76,10 +77,10 @@ def main(args: argparse.Namespace) -> None:
     for setting in ("rows", "prompts", "equal"):
         sampled = rollout(setting, args.prompts, seed=world.rank)
         start = time.process_time()
-        plan, by_model = balance_groups(sampled, model, GROUP, 1, share_prompts=True)
+        plan, by_model = balance_groups(sampled, model, 1, share_prompts=True)
         balanced = exchange_groups(sampled, plan)
         exchange = max(all_gather_lists([time.process_time() - start]))
-        moved = sum(g // args.prompts != world.rank for g in plan[world.rank]) * GROUP
+        moved = len(plan[world.rank].keys() - {*sampled.non_tensor_batch["uid"]}) * GROUP
         sent = max(all_gather_lists([moved * len(pickle.dumps(sampled)) // len(sampled)]))
         for name, batch, cost in (
             ("sampled", sampled, by_model["perf/imbalance_sampled"]),

@@ -239,7 +239,8 @@ def host(world, total: int) -> Iterator[tuple[str, Sides]]:
     rows = [Generated(ids[P : P + n], [-0.5] * n, "stop") for ids, n in zip(tokens.tolist(), lengths)]
     batch = add_responses(prompts, rows, 0)
     yield f"add_responses {total}", {"plainrl": lambda: add_responses(prompts, rows, 0)}
-    plan = [[*range(rank, total // G, world.size)] for rank in range(world.size)]
+    uids = [f"1-{k + rank * B}" for rank in range(world.size) for k in range(B // G)]
+    plan = [dict.fromkeys(uids[rank :: world.size], 0) for rank in range(world.size)]
     yield f"exchange_groups {total}", {"plainrl": lambda: exchange_groups(batch, plan)}
     t = batch.batch
     last = torch.tensor(lengths)[:, None] - 1

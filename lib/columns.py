@@ -55,13 +55,16 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("response_mask", "B, T", "int64", "1: sampled by the policy", "all", "always", ": bool"),
         Column("rollout_log_probs", "B, T", "float32", "log-probs of the engine", "correction", "if read", ": float"),
         Column("routed_experts", "B", "Tensor", "int16 (tokens, layers, k), -1: not known", "forward passes"),
-        Column("finish_reason", "B", "str", "stop, length, abort, error, ...", "metrics", saved=": str"),
+        Column("finish_reason", "B", "str", "stop, length, abort, error, given, ...", "metrics", saved=": str"),
     ),
     "lib/rollout/stream.py: generate": (
         Column("max_response_length", "B", "int", "tokens that the response might have", "engines, scorers"),
     ),
     "lib/rollout/stream.py: add_origin": (
         Column("policy_version", "B", "int64", "steps that had trained the weights that sampled it", "check_rows"),
+    ),
+    "lib/rollout/stream.py: given": (
+        Column("given_mask", "B, T", "int64", "1: given by prefixes or given(), not sampled", "check_rows", "always"),
     ),
     "lib/rollout/engine.py: add_weight_versions": (
         Column("weight_versions", "B, T", "int64", "weights that sampled it, or -1", "metrics", "", ": int32", -1),
@@ -78,6 +81,9 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("agent_metrics", "B", "dict", "numbers of the episode", "metrics"),
         Column("tool_errors", "B", "list", "a line for each error of a tool", "samples", saved="tool_errors"),
         Column("tool_rewards", "B", "list", "turn, tool and reward of each call", "metrics", saved="tool_rewards"),
+    ),
+    "lib/data/balance.py: exchange_groups": (
+        Column("mini_batch", "B", "int64", "number of the mini-batch", "split_mini_batches"),
     ),
     "lib/reward/scores.py: add_to": (
         Column("token_level_scores", "B, T", "float32", "reward, on the last token", "advantages", "always", "score"),
@@ -129,6 +135,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     ),
 }  # fmt: skip
 
+OF_PROMPTS = {column.name for writer in [*TABLE][:3] for column in TABLE[writer]}
 COLUMNS = {column.name: column for columns in TABLE.values() for column in columns}
 
 HEAD = """\
@@ -143,7 +150,7 @@ What happens to a column:
 
 - **Balance, micro-batches, recording**: all columns go with their rows.
 - **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) and (B, T, K) on the right, and (B, L) on
-  both sides.
+  both sides. Columns that are not here are padded as (B, T) where their first two sizes are these.
 - **Gathered**: `add_advantages` sees the rows of all ranks. "always": where the batch has the column; "if read": where
   the estimator, correction, masks or KL of the run declare it ([`def read_columns(`](../lib/setup/needs.py));
   a script names its own: `gather_rows(batch, [..., "my_column"])`.

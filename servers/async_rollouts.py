@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lib.data import gather_groups, own_groups
 from lib.data_proto import DataProto
 from lib.rollout.engine import Generated, Response
-from lib.rollout.stream import gather_groups, own_groups
 from lib.sampling import Sampling
 from servers.engine import ServerEngine
 
@@ -97,7 +97,7 @@ class AsyncRollouts:
         if not parts:  # on all ranks, which have equally many
             return {"last_started": self.last_started}
         rows = DataProto.concat(parts)
-        return {"last_started": self.last_started, "in_flight": gather_groups(rows, self.group_size)}
+        return {"last_started": self.last_started, "in_flight": gather_groups(rows)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The groups continue at the next `take`, when the engine has weights."""
@@ -107,7 +107,7 @@ class AsyncRollouts:
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
-        for own in own_groups(saved, self.group_size):
+        for own in own_groups(saved):
             rows = saved[own]
             columns = {name: rows.non_tensor_batch[name] for name in STATE}
             rows = rows.select(non_tensor_batch_keys=[key for key in rows.non_tensor_batch if key not in STATE])

@@ -131,6 +131,42 @@ def test_a_copy_that_trains_rows_of_older_weights_again(tmp_path, ranks):
         assert row["rollout/logp_diff_max"] < 1e-4 and not [name for name in row if name.startswith("faults/")]
 
 
+ANY_ROWS = {  # groups of two to six rows, on one rank more than on the other; two roles; demonstrations; old rows
+    "        batch = rollouts.generate(prompts, n=args.group_size)  # (B, P + T)\n": """\
+        first = rollouts.generate(prompts, n=2)
+        more = rollouts.generate(prompts[: 1 - world.rank], n=4)
+        words = inputs.tokenizer.batch_decode(first.batch["responses"][::2, :3], skip_special_tokens=True)
+        asked = [[{"role": "user", "content": f"{word}+1="}] for word in words]
+        solved = rollouts.generate(rollouts.new_prompts(first[::2], asked, role="solver"), n=2)
+        answers = [inputs.tokenizer.encode(own["ground_truth"]) for own in prompts.non_tensor_batch["reward_model"]]
+        batch = concat_rows([first, more, solved, rollouts.given(prompts, answers), old])
+        old = concat_rows([first[:2]])
+""",
+    "    for step in run.steps():\n": "    old = DataProto()\n    for step in run.steps():\n",
+    "from lib.model import Policy": "from lib.rollout import concat_rows\nfrom lib.model import Policy",
+}
+
+
+def test_a_copy_with_groups_of_any_size(tmp_path, ranks=2):
+    """All faults, alarms and counts hold, and the record replays to the bit."""
+    text = (ROOT / "grpo.py").read_text()
+    for line, more in ANY_ROWS.items():
+        assert text.count(line) == 1
+        text = text.replace(line, more)
+    (tmp_path / "any_rows.py").write_text(text)
+    flags = [*SMALL, "--num-mini-batches", "3", "--prompts-per-step", "6", "--lr", "3e-3", "--total-steps", "2"]
+    flags += ["--micro-batch-tokens", "200"]
+    script, record = str(tmp_path / "any_rows"), str(tmp_path / "record")
+    ran(fork(script, tmp_path, *flags, "--run-name", "run", "--record", record, ranks=ranks))
+    ran(fork(script, tmp_path, *flags, "--run-name", "again", "--replay", record, ranks=ranks))
+    logged, replayed = metrics(tmp_path / "run"), metrics(tmp_path / "again")
+    assert logged == replayed
+    assert [row["training/rows_in"] for row in logged] == [6 * 2 + 4 + 6 * 2 + 6, 6 * 2 + 4 + 6 * 2 + 6 + 2 * ranks]
+    for row in logged:
+        assert row["rollout/logp_diff_max"] < 1e-4 and not [name for name in row if name.startswith("faults/")]
+        assert row["training/skipped_updates"] == 0 and "training/empty_updates" not in row
+
+
 def test_an_edited_advantage_and_an_edited_loss(scripts):
     """Against loops in float64."""
     module, generator = imported(scripts["advantage"]), torch.Generator().manual_seed(0)

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 from lib import InputError, setup
 from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
-from lib.data import local_copy
+from lib.data import local_copy, split_mini_batches
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, reduce_gradients
 from tools.oracle import ROOT, load_script, run_quietly
@@ -141,7 +141,7 @@ class Lens:
         sizes = given["needs"].sizes
         self.given, self.number = given, 0
         self.mini_batches = {
-            name: self._batch_of(own, given["actor"], sizes).split(sizes.local_mini_batch_rows)
+            name: split_mini_batches(self._batch_of(own, given["actor"], sizes), sizes.num_mini_batches)
             for name, own in self.choices.items()
         }
         result = self.update(**given)
@@ -163,22 +163,23 @@ class Lens:
 
     def _micro_batches(self, mini_batch: DataProto, *models: Any) -> Iterator:
         if self.probe is None:
-            self._look(len(mini_batch))
+            self._look()
             yield from self.micro_batches(mini_batch, *models)
             return
         for micro in self.micro_batches(mini_batch, *models):
             self.probe.rows = micro.batch["row"] - mini_batch.batch["row"][0]
             yield micro
 
-    def _look(self, rows: int) -> None:
+    def _look(self) -> None:
         """The gradients of all choices at the weights of this update."""
         found = {}
         for name, args in self.choices.items():
             mini_batches = self.mini_batches[name]
-            own = mini_batches[self.number % len(mini_batches)]
+            own = mini_batches[self.number % len(mini_batches)].select()
+            own.batch.pop("mini_batch", None)  # it is all of this update
             self.probe = _Probe(self.given["actor"])
             given = self.given | {"actor": self.probe, "batch": own.select(), "args": _once(args)}
-            sizes = replace(given["needs"].sizes, local_mini_batch_rows=rows, num_mini_batches=1, update_epochs=1)
+            sizes = replace(given["needs"].sizes, num_mini_batches=1, update_epochs=1)
             given["needs"] = setup.check(args, given["actor"].world.device, sizes)
             if "critic" in given:
                 given["critic"] = _NoCritic(given["critic"])

@@ -335,7 +335,7 @@ class Step:
         """The gradient of each batch's own loss by the log-probs of its rows (B, T). All have the same counts."""
         script, actor = self.script, _TablePolicy()
         given = {"actor": actor, "critic": _TablePolicy(), "batch": rows, "entropy_coef": 0.0, "warm_up": False}
-        sizes = replace(self.needs.sizes, local_mini_batch_rows=len(rows), num_mini_batches=1, update_epochs=1)
+        sizes = replace(self.needs.sizes, num_mini_batches=1, update_epochs=1)
         given |= {"args": self.args, "needs": replace(self.needs, sizes=sizes)}
         counts = lambda mask: (float(mask.sum()) / batches, float(mask.any(1).sum()) / batches)  # noqa: E731
         with mock.patch.multiple(script, micro_batches=_one_micro_batch, global_counts=counts):

@@ -7,9 +7,13 @@ from lib.data.balance import (
     count_patches,
     equal_widths,
     exchange_groups,
+    gather_groups,
     gather_rows,
+    own_groups,
     pad_rows,
+    rows_by_uid,
     scatter_rows,
+    split_mini_batches,
 )
 from lib.data.chat_template import check_template_kwargs, set_chat_template
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class

@@ -28,6 +28,7 @@ from lib.data.vision import Encoded, Vision, media_hash
 if TYPE_CHECKING:
     import datasets
 
+WRITTEN = -1  # in place of the number of a row: a prompt that the run wrote
 SERIAL_ROWS = 20_000  # below this, starting processes costs more than tokenizing in one
 SERIAL_ROWS_OF_IMAGES = 500  # decoding and resizing take longer
 
@@ -181,6 +182,8 @@ class RLHFDataset(Dataset):
         return source, row - (self._ends[source - 1] if source else 0)
 
     def _where(self, row: int) -> str:
+        if row == WRITTEN:
+            return "rollouts.new_prompts"
         source, i = self._locate(row)
         return f"{self.sources[source][0]} row {i}"
 
@@ -350,18 +353,8 @@ class RLHFDataset(Dataset):
         row = int(self.kept[i])
         fields = self._row(row)
         prompt = self._prompt(row, fields, *self._with_media(row, fields))
-        raw_ids, ids, inputs = prompt.encoded
-        if len(ids) > self.max_prompt_length:  # of text alone: a prompt with images is not kept
-            raw_ids = ids = self._truncate(ids)
-        n_pad = self.max_prompt_length - len(ids)
-        positions = self.vision.positions(ids, inputs) if self.vision else torch.arange(len(ids))
         extra_info = fields.get("extra_info", {})
-        item = {
-            "input_ids": F.pad(torch.tensor(ids, dtype=torch.long), (n_pad, 0), value=self.pad_token_id),  # (P,)
-            "attention_mask": F.pad(torch.ones(len(ids), dtype=torch.long), (n_pad, 0)),  # (P,)
-            "position_ids": F.pad(positions, (n_pad, 0)),  # (P,) or (4, P)
-            "raw_prompt_ids": raw_ids,
-            "raw_prompt": prompt.messages,
+        return self._columns(prompt) | {
             "data_source": fields.get("data_source"),
             "reward_model": {"ground_truth": None, **fields.get("reward_model", {})},
             "extra_info": extra_info,
@@ -369,10 +362,33 @@ class RLHFDataset(Dataset):
             "tools_kwargs": extra_info.get("tools_kwargs") or {},
             "interaction_kwargs": extra_info.get("interaction_kwargs") or {},
         }
+
+    def prompt_columns(self, messages: list[dict], extra_info: dict) -> dict:
+        """The columns that __getitem__ makes of a prompt, for messages of text that a run wrote (`new_prompts`). A
+        prompt that is longer than P raises InputError if truncation is "error"."""
+        prompt = self._prompt(WRITTEN, {"extra_info": extra_info}, self._messages(WRITTEN, messages), [], [])
+        if (n := len(prompt.encoded.ids)) > self.max_prompt_length and self.truncation == "error":
+            advice = "raise --max-prompt-length, or set --overlong-prompts to left, right or middle"
+            raise self._error(WRITTEN, f"prompt of {n} tokens, max_prompt_length={self.max_prompt_length}; {advice}")
+        return self._columns(prompt)
+
+    def _columns(self, prompt: Prompt) -> dict:
+        raw_ids, ids, inputs = prompt.encoded
+        if len(ids) > self.max_prompt_length:  # of text alone: a prompt with images is not kept
+            raw_ids = ids = self._truncate(ids)
+        n_pad = self.max_prompt_length - len(ids)
+        positions = self.vision.positions(ids, inputs) if self.vision else torch.arange(len(ids))
+        columns = {
+            "input_ids": F.pad(torch.tensor(ids, dtype=torch.long), (n_pad, 0), value=self.pad_token_id),  # (P,)
+            "attention_mask": F.pad(torch.ones(len(ids), dtype=torch.long), (n_pad, 0)),  # (P,)
+            "position_ids": F.pad(positions, (n_pad, 0)),  # (P,) or (4, P)
+            "raw_prompt_ids": raw_ids,
+            "raw_prompt": prompt.messages,
+        }
         if self.vision:
-            item |= {"multi_modal_data": prompt.media, "multi_modal_inputs": inputs}
-            item["multi_modal_hash"] = torch.tensor(media_hash(inputs))  # ()
-        return item
+            columns |= {"multi_modal_data": prompt.media, "multi_modal_inputs": inputs}
+            columns["multi_modal_hash"] = torch.tensor(media_hash(inputs))  # ()
+        return columns
 
     def _truncate(self, ids: list[int]) -> list[int]:
         limit = self.max_prompt_length

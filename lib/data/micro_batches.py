@@ -35,13 +35,14 @@ class _Row(NamedTuple):
 def prepare_dynamic_batch(
     batch: DataProto, max_tokens: int, *, share_prompts=False, padding_free=True, row_group: RowGroup | None = None
 ) -> tuple[list[DataProto], list[list[int]]]:
-    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank. A collective over
-    equally many rows. Returns (micro_batches, the row numbers of each for `restore_dynamic_batch`).
+    """Splits rows into micro-batches of at most `max_tokens` tokens, equally many on every rank. A collective.
+    Returns (micro_batches, the row numbers of each for `restore_dynamic_batch`).
 
     Rows are placed first-fit decreasing; a row longer than `max_tokens` is alone. Ranks with fewer micro-batches split
-    those of most rows. Each rank runs its longest micro-batches first, so that ranks wait little for each other.
-    Without `padding_free` a row counts as many tokens as the longest row of its micro-batch. With `share_prompts` rows
-    of equal prompts stay together as far as `max_tokens` allows, and count the tokens of their `prefix_tree`.
+    those of most rows, down to micro-batches without a row. Each rank runs its longest ones first, so that ranks wait
+    little for each other. Without `padding_free` a row counts as many tokens as the longest row of its micro-batch.
+    With `share_prompts` rows of equal prompts stay together as far as `max_tokens` allows, and count the tokens of
+    their `prefix_tree`.
 
     A `row_group` of n ranks makes its micro-batches together. Each rank gets its own rows of every micro-batch, perhaps
     none. If the group splits tokens, a micro-batch holds n x max_tokens tokens."""
@@ -49,7 +50,7 @@ def prepare_dynamic_batch(
     rows, first = _rows_of(host, share_prompts), 0  # first: the number of this rank's first row
     if row_group is not None:
         rank, ranks = row_group.ranks.rank(), row_group.ranks
-        first = rank * len(batch)
+        first = sum(all_gather_lists([len(batch)], ranks)[:rank])
         max_tokens *= ranks.size() if row_group.split == "tokens" else 1
         named = [_Row((rank, r.prompt), r.length, {(rank, node): n for node, n in r.nodes.items()}) for r in rows]
         rows = all_gather_lists(named, ranks)
@@ -111,7 +112,7 @@ def _first_fit(parts: list[list[int]], tokens: Callable, max_tokens: int, paddin
 
 def _split(bins: list[list[int]], wanted: int) -> list[list[int]]:
     """Halves the bins of most rows until there are `wanted`."""
-    heap = [(-len(rows), rows) for rows in bins]
+    heap = [(-len(rows), rows) for rows in bins or [[]]]
     heapq.heapify(heap)
     while len(heap) < wanted:
         _, rows = heapq.heappop(heap)

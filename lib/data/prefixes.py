@@ -60,7 +60,8 @@ def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) ->
     A batch without trained tokens is always whole.
 
     Rows of equal prompts share them. If such a row has several sequences, they share their whole common beginning. A
-    row of one sequence, or with images, shares no more than its prompt."""
+    row of one sequence shares no more than its prompt, unless the response of a row with this prompt begins with given
+    tokens, which do not train. Rows with images never share more."""
     global _last
     tensors = list(batch.batch.values())
     key = share, whole, [(id(x), x._version) for x in tensors]
@@ -79,7 +80,11 @@ def _tree_of(batch: DataProto, share: bool, whole: bool) -> PrefixTree:
     begin = (position == 0).nonzero()[0]  # (S,): of each sequence in `token`
     end = np.append(begin[1:], len(token))
     row = token[begin] // L  # (S,)
-    alone = (np.bincount(row, minlength=B) == 1) | ("multi_modal_hash" in batch.batch)  # (B,)
+    groups = prompt_groups(batch).numpy() if share else np.arange(B)
+    is_begun = attention[:, L - T] & (positions[:, L - T].numpy() > 0)  # by a prefix
+    is_begun &= ~trained[:, 0] & trained.any(1)
+    alone = (np.bincount(row, minlength=B) == 1) & ~np.isin(groups, groups[is_begun])  # (B,)
+    alone |= "multi_modal_hash" in batch.batch
     keys = (position << 32) + ids.flatten().numpy()[token]  # equal for tokens that may be shared
     of_row = np.repeat(np.arange(B), attention.sum(1))  # of each token
     keys = np.where(alone[of_row] & (token >= of_row * L + L - T), -1 - token, keys)
@@ -88,7 +93,7 @@ def _tree_of(batch: DataProto, share: bool, whole: bool) -> PrefixTree:
         end = np.maximum.reduceat(np.where(predicts, np.arange(1, len(token) + 1), 0), begin)
         begin, end, row = (x[end > 0] for x in (begin, end, row))
 
-    group = prompt_groups(batch).numpy()[row] if share else np.arange(len(row))
+    group = groups[row] if share else np.arange(len(row))
     sequences = [keys[i:j] for i, j in zip(begin, end)]
     nodes = _nodes(sequences, group.tolist(), prompt[row].tolist())
     lengths = [node.end - node.start for node in nodes]

@@ -38,7 +38,8 @@ def kept_rows(uids: Iterable[str], wanted: int | Literal["all"], world: World) -
     for row, uid in enumerate(uids):
         groups[uid].append(row)
     share = len(groups) if wanted == "all" else max(0, -((world.rank - wanted) // world.size))
-    first = sorted(groups, key=lambda uid: [int(number) for number in uid.split("-")])[:share]
+    parts = {uid: [(int(part), "") if part.isdecimal() else (-1, part) for part in uid.split("-")] for uid in groups}
+    first = sorted(groups, key=parts.__getitem__)[:share]
     return [row for uid in first for row in groups[uid]]
 
 

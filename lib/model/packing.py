@@ -225,6 +225,10 @@ def _response_inputs(
     device, media = batch.batch["input_ids"].device, batch.non_tensor_batch.get("multi_modal_inputs", ())
     recorded = batch.non_tensor_batch.get(ROUTES, ())
     batch = on_host(batch)
+    is_empty = len(batch) == 0  # collectives of other ranks' rows wait for this one's: it runs one token
+    if is_empty:
+        batch = DataProto.from_dict({name: x.new_zeros(1, *x.shape[1:]) for name, x in batch.batch.items()})
+        batch.batch["attention_mask"][:, 0] = 1
     ids, attention, positions, trained = (batch.batch[name] for name in LAYOUT)
     trained = trained.bool()
     L, T = ids.shape[1], trained.shape[1]
@@ -236,7 +240,7 @@ def _response_inputs(
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": rope if len(rope) == 1 else rope[:, None]}
     # a token is predicted one place to its left; the step's checks find a mask that includes padding
     select = place[target // T * L + L - T - 1 + target % T].clamp(min=0)
-    model.real_tokens, padding = slice(None), None
+    model.real_tokens, padding = slice(0 if is_empty else None), None
     if not padding_free:
         [places], back = sequence_rows(tree, one_size=True)  # (S, l), (N,)
         positions = rope[:, places]
@@ -258,7 +262,7 @@ def _response_inputs(
         images = inputs["images"] = images_of(model, media, ids, trained, seen, place, shape, tower)
     if padding_free:
         inputs |= _sequence_bounds(model, tree, None if images is None else images.blocks)
-    return *to_device((inputs, select, target), device), place
+    return *to_device((inputs, select, target), device), place[:0] if is_empty else place
 
 
 def _sequence_bounds(model: PreTrainedModel, tree: PrefixTree, blocks: torch.Tensor | None) -> dict[str, Any]:

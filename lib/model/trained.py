@@ -181,9 +181,13 @@ class Policy(LanguageModel, TrainedModel):
     sampled_since = 0  # version of the oldest weights that this step's samples may be of: rollouts.sync sets it
 
     def check_rows(self, batch: DataProto) -> None:
-        """Also adds is_fresh (B,): rows not sampled by older weights, whose log-probs must agree with the engine's."""
+        """Also adds is_fresh (B,): rows not sampled by older weights, and without a given token that is trained. Their
+        log-probs must agree with the engine's."""
         super().check_rows(without_routes(batch))
-        batch.batch["is_fresh"] = batch.batch["policy_version"] >= self.sampled_since
+        t = batch.batch
+        t["is_fresh"] = t["policy_version"] >= self.sampled_since
+        if "given_mask" in t:
+            t["is_fresh"] &= ~(t["given_mask"] * t["response_mask"]).any(1)
         self.checks.on_policy = True
 
     def log_probs(self, micro: DataProto, signal: Signal | None = None, *columns: str) -> tuple[torch.Tensor, ...]:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
+from lib.columns import COLUMNS, OF_PROMPTS
 from lib.core_algos import splitmix64
 from lib.data import pad_rows
 from lib.data.special_tokens import end_of_turn
@@ -177,16 +178,16 @@ def check_expanded(engine: str, expected: list[int], got: Sequence[int]) -> None
 
 
 def add_responses(
-    prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: list | None = None, position_ids=None
+    prompts: DataProto, rows: list[Generated], pad_token_id: int, masks: Sequence | None = None, position_ids=None
 ) -> DataProto:
     """The prompts with their responses: what every engine returns. A collective. P and T are the
     longest prompt (left-padded) and response (right-padded) over all ranks. Rows that ended by
     "abort" or "error" have no trained token. masks: which tokens were sampled, if not all.
     position_ids, (n,) or with mrope (4, n) each: if they do not simply follow the prompts'."""
     B, device = len(rows), prompts.batch["input_ids"].device
-    lengths = torch.tensor([len(row.token_ids) for row in rows])
-    P = all_reduce_max(int(prompts.batch["attention_mask"].sum(1).max()), device)
-    T = all_reduce_max(max(1, int(lengths.max())), device)
+    lengths = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
+    P = all_reduce_max(max([1, *prompts.batch["attention_mask"].sum(1).tolist()]), device)
+    T = all_reduce_max(max([1, *lengths.tolist()]), device)
     responses = torch.full((B, T), pad_token_id)
     rollout_log_probs = torch.zeros(B, T)
     response_mask = torch.zeros(B, T, dtype=torch.long)
@@ -225,6 +226,24 @@ def add_responses(
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=prompts.meta_info)
 
 
+def join_prefixes(rows: DataProto, prefixes: Sequence, batch: DataProto, pad_token_id: int) -> DataProto:
+    """The rows with responses that begin with their prefixes. batch: what was sampled after these. A collective."""
+    t, reasons = batch.batch, batch.non_tensor_batch["finish_reason"]
+    lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1).tolist()
+    routes = batch.non_tensor_batch.get(ROUTES, [None] * len(rows))
+    joined, masks = [], []
+    for i, (prefix, n) in enumerate(zip(prefixes, lengths)):
+        ids = [*prefix, *t["responses"][i, :n].tolist()]
+        log_probs = [0.0] * len(prefix) + t["rollout_log_probs"][i, :n].tolist()
+        joined.append(Generated(ids, log_probs, reasons[i], routed_experts=routes[i]))
+        masks.append([0] * len(prefix) + [1] * n)
+    begun = add_responses(rows, joined, pad_token_id, masks)
+    begun.batch["given_mask"] = given = torch.zeros_like(begun.batch["response_mask"])
+    for row, prefix in zip(given, prefixes):
+        row[: len(prefix)] = 1
+    return begun
+
+
 def add_weight_versions(batch: DataProto, rows: list[list[int]]) -> None:
     """Adds weight_versions (B, T), -1 where no token was sampled. rows: of each response."""
     versions = torch.full_like(batch.batch["responses"], -1)
@@ -239,10 +258,29 @@ def truncated_rows(batch: DataProto) -> torch.Tensor:
     return torch.tensor(truncated, device=batch.batch["response_mask"].device)
 
 
+def prompts_of(rows: DataProto) -> DataProto:
+    """The prompts of rows with responses, in the form of rollouts.prompts(); of prompts, these."""
+    if "prompts" not in rows.batch:
+        return rows
+    P = rows.batch["prompts"].shape[1]
+    tensors = {name: rows.batch[name][..., :P] for name in ("input_ids", "attention_mask", "position_ids")}
+    if "multi_modal_hash" in rows.batch:
+        tensors["multi_modal_hash"] = rows.batch["multi_modal_hash"]
+    own = {name: x for name, x in rows.non_tensor_batch.items() if name in OF_PROMPTS or name not in COLUMNS}
+    return DataProto.from_dict(tensors, own, rows.meta_info)
+
+
 def concat_rows(batches: list[DataProto]) -> DataProto:
-    """DataProto.concat of rollouts of any widths. Empty ones have no keys."""
-    batches = [batch for batch in batches if len(batch)]
-    return DataProto.concat(fit_columns(batches)) if batches else DataProto()
+    """DataProto.concat of rollouts of any widths. If one has given tokens, given_mask of the others is 0."""
+    if any(batch.batch is not None and "given_mask" in batch.batch for batch in batches):
+        batches = [batch.select() for batch in batches if batch.batch is not None]
+        for batch in batches:
+            zeros = torch.zeros_like(batch.batch["response_mask"])
+            batch.batch["given_mask"] = batch.batch.get("given_mask", zeros)
+    full = [batch for batch in batches if len(batch)]
+    if not full:  # perhaps with the keys of its columns
+        return next((batch for batch in batches if batch.batch is not None), DataProto())
+    return DataProto.concat(fit_columns(full))
 
 
 def fit_columns(batches: list[DataProto]) -> list[DataProto]:

@@ -85,7 +85,8 @@ class HFEngine(SteppedEngine):
     def generate(self, prompts: DataProto, sampling: Sampling, seeds: list[int]) -> DataProto:
         with self.session():
             raw_ids = prompts.non_tensor_batch["raw_prompt_ids"]
-            rows = self._sample(raw_ids, media_of(prompts), sampling, seeds, row_limits(prompts, sampling))
+            limits = row_limits(prompts, sampling)
+            rows = self._sample(raw_ids, media_of(prompts), sampling, seeds, limits) if limits else []
         return add_responses(prompts, rows, self.pad_token_id)
 
     @torch.no_grad()

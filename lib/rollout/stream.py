@@ -8,10 +8,10 @@ from itertools import compress
 from pkgutil import resolve_name
 from textwrap import shorten
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     PreTrainedConfig,
@@ -23,12 +23,30 @@ from transformers import (
 from lib import InputError
 from lib.args import Sizes
 from lib.cli.user_code import load_object
-from lib.data import ROW, balance_groups, equal_widths, exchange_groups
+from lib.data import (
+    ROW,
+    balance_groups,
+    collate_fn,
+    equal_widths,
+    exchange_groups,
+    gather_groups,
+    own_groups,
+    rows_by_uid,
+)
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, World, timed
+from lib.distributed import Max, Mean, Metric, World, all_reduce_max, timed
 from lib.model import Policy
 from lib.model.routing import ROUTES
-from lib.rollout.engine import Generated, RolloutEngine, SteppedEngine, add_responses, request_seeds
+from lib.rollout.engine import (
+    Generated,
+    RolloutEngine,
+    SteppedEngine,
+    add_responses,
+    add_weight_versions,
+    join_prefixes,
+    prompts_of,
+    request_seeds,
+)
 from lib.rollout.replay import NoRecorder
 from lib.rollout.weight_sync import image_probe, sync_weights
 from lib.sampling import Sampling
@@ -37,6 +55,8 @@ ENGINES: dict[str, str] = {"hf": "lib.rollout.hf_engine:HFEngine", "vllm": "lib.
 ENGINES["://"] = "servers.engine:ServerEngine"  # for any URL
 Prefixes = Sequence[Sequence[int]] | None
 AGAIN = 40  # bits: a response that a step asks for again has the seed of a step 2**16 later
+OTHER = 24  # bits: responses to prompts with a uid of the script's have those of steps that no run reaches
+GIVEN = -1  # policy_version of rows that no policy sampled
 
 
 def make_engine(
@@ -136,28 +156,6 @@ def add_origin(batch: DataProto, version: int, level: int) -> DataProto:
     return batch
 
 
-def gather_groups(batch: DataProto, group_size: int) -> DataProto:
-    """The groups of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
-    size = dist.get_world_size()
-    by_number = np.arange(len(batch) * size).reshape(size, -1, group_size).swapaxes(0, 1).ravel()
-    return batch.all_gather()[by_number]
-
-
-def own_groups(whole: DataProto, group_size: int) -> np.ndarray:
-    """(groups, group_size): this rank's groups, as indices of the rows that gather_groups returns."""
-    return np.arange(len(whole)).reshape(-1, group_size)[dist.get_rank() :: dist.get_world_size()]
-
-
-def group_size_of(batch: DataProto) -> int:
-    """Rows of each uid. Raises InputError unless they are adjacent, and equally many."""
-    uids = batch.non_tensor_batch["uid"]
-    size, rest = divmod(len(uids), len({*uids}))
-    if rest or (uids.reshape(-1, size) != uids.reshape(-1, size)[:, :1]).any():
-        why = "the rows of a uid must be adjacent, and as many as those of any other"
-        raise InputError(f"a batch of {len(uids)} rows with {len({*uids})} uids cannot move between ranks: {why}")
-    return size
-
-
 @dataclass(eq=False)
 class Rollouts:
     """Samples with `sampler`, which is the engine or agent's episodes. Seeds and uids count prompts over all ranks:
@@ -173,6 +171,7 @@ class Rollouts:
     async_level: int
     sync_tolerance: float  # nats, see sync_weights
     max_mismatch: float  # nats of k3
+    reads_log_probs: bool  # whether the loss reads rollout_log_probs
     recorder: NoRecorder
     replays_any_order: bool = False  # whether the prompts of a step are known from its record alone
     async_rollouts: Any = None  # the servers.AsyncRollouts of such a run, which get their groups from begin_groups
@@ -185,7 +184,7 @@ class Rollouts:
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
         """Gives the engine the policy's weights after `version` steps, and checks that it has them."""
-        self.version, actor.sampled_since = version, version - self.async_level
+        self.version, actor.sampled_since = version, max(0, version - self.async_level)
         self._taken = 0
         self._asked.clear()
 
@@ -227,12 +226,13 @@ class Rollouts:
         prefixes: Prefixes = None,
         seeds: list[int] | None = None,
     ) -> DataProto:
-        """(B, P + T): n responses to each prompt, next to each other. A collective.
+        """(B, P + T): n responses to each prompt, next to each other. A collective; a rank may have no prompt.
 
-        sampling: None: the run's. limits: the most tokens of each response (B,). prefixes: tokens with which each
-        response (B,) begins. They count for its limit; their response_mask and rollout_log_probs are 0, until the
-        caller sets the mask to 1 where they are to be trained. seeds: None: each response of a step has its own, also
-        if a prompt is asked again.
+        prompts: of prompts() or new_prompts(), or rows, for more responses to their prompts. sampling: None: the run's.
+        limits: the most tokens of each response (B,). prefixes: tokens with which each response (B,) begins. They count
+        for its limit; given_mask (B, T) is 1 there, response_mask and rollout_log_probs are 0. To train on them, set
+        their response_mask to 1 before balanced(). seeds: None: each response of a step has its own, also if a prompt
+        is asked again.
 
         With --async-level the groups of prompts() have begun already: raises InputError for other than theirs."""
         if self._begun is not None and sampling is None:
@@ -241,11 +241,55 @@ class Rollouts:
                 why = f"groups of {size} are in flight, and rollouts.generate asks for {n}, or for limits or prefixes"
                 raise InputError(f"--async-level: {why}")
             return self._checked(collected(), [self.sampling.max_response_length] * (n * len(prompts)))
-        sampling, rows = sampling or self.sampling, prompts.repeat(n, interleave=True)
+        sampling, prompts = sampling or self.sampling, prompts_of(prompts)
+        rows = prompts.repeat(n, interleave=True)
         limits = [sampling.max_response_length] * len(rows) if limits is None else list(limits)
         seeds = seeds or self._seeds(self.version + 1, prompts, n, sampling)
         produce = partial(self._sample, rows, sampling, limits, prefixes, seeds)
         return self._checked(self.recorder.rollout(rows, produce), limits)
+
+    @timed("rollout")
+    def given(self, prompts: DataProto, responses: Prefixes, masks: Sequence[Sequence[int]] | None = None) -> DataProto:
+        """(B, P + T): rows of given responses (B,), token ids, in the form of generate's. An empty one is a row without
+        a trained token. A collective. Raises InputError for one that is longer than the run's limit.
+
+        prompts: as in generate(). masks: response_mask of each response; None: 1. given_mask is 1, finish_reason
+        "given". rollout_log_probs are 0, for no engine has any, and policy_version is -1: is_fresh is False, so that
+        mismatch metrics and checks of the engine leave these rows out."""
+        limit, longest = self.sampling.max_response_length, max(map(len, responses), default=0)
+        if longest > limit:
+            raise InputError(f"rollouts.given: a response of {longest} tokens; --max-response-length is {limit}")
+        routes = self.engine.no_routes if self.engine.route_layers else None
+        rows = [Generated([*ids], [0.0] * len(ids), "given", routed_experts=routes) for ids in responses]
+        batch = add_responses(prompts_of(prompts), rows, self.engine.pad_token_id, masks)
+        t = batch.batch
+        t["given_mask"] = t["attention_mask"][:, -t["responses"].shape[1] :].clone()
+        t["policy_version"] = torch.full_like(t["responses"][:, 0], GIVEN)
+        if self.async_level:
+            add_weight_versions(batch, [[]] * len(rows))
+        batch.non_tensor_batch["max_response_length"] = np.array([limit] * len(rows), dtype=object)
+        return batch
+
+    def new_prompts(self, rows: DataProto, messages: Sequence[list[dict]], role: str = "") -> DataProto:
+        """Prompts (B, P) of text with these messages (B,), by the data set's template, in the form of prompts(). What
+        the rows, prompts or responses, have besides (data_source, reward_model, extra_info, ...) goes with them.
+
+        role: a name for prompts whose responses are groups of their own: a uid becomes uid-role-number, with the number
+        of the row among those of its uid. "": uids stay."""
+        objects, dataset = dict(prompts_of(rows).non_tensor_batch), self.loader.dataset.dataset
+        make = getattr(dataset, "prompt_columns", None)
+        if make is None:
+            raise InputError(f"rollouts.new_prompts: {type(dataset).__name__} has no prompt_columns (RLHFDataset has)")
+        items = [make(own, info) for own, info in zip(messages, objects["extra_info"], strict=True)]
+        if not items:
+            return prompts_of(rows)
+        if role:
+            numbers = {row: k for own in rows_by_uid(rows).values() for k, row in enumerate(own)}
+            uids = [f"{uid}-{role}-{numbers[row]}" for row, uid in enumerate(objects["uid"])]
+            objects["uid"] = np.array(uids, dtype=object)
+            if ROW in objects:  # their scores are not those of the data set's row
+                objects[ROW] = np.full(len(uids), None)
+        return DataProto.from_single_dict(objects | collate_fn(items)).to(self.world.device)
 
     @timed("rollout")
     def sleep(self) -> None:
@@ -255,28 +299,33 @@ class Rollouts:
     @timed("rollout")
     def balanced(self, actor: Policy, batch: DataProto, *others: DataProto) -> tuple:
         """(batch, *others, metrics), after ranks have exchanged groups so that all have about as much to compute.
-        others: batches with equally many rows per group. Batches of any widths; ranks get equal ones."""
-        model, mini_batches = actor.module, self.sizes.num_mini_batches
-        plan, metrics = balance_groups(
-            batch, model, group_size_of(batch), mini_batches, share_prompts=model.share_prompts
-        )
+        Groups, the rows of a uid, may be of any size. others: rows of these uids, which go with them. Batches of any
+        widths; ranks get equal ones. A collective."""
+        model, given = actor.module, batch.batch.get("given_mask")
+        trained = self.reads_log_probs and given is not None and (given * batch.batch["response_mask"]).any()
+        if self.reads_log_probs and all_reduce_max(int(trained), self.world.device):
+            why = "given tokens that are trained have no log-probs of an engine, which this run's loss reads"
+            raise InputError(f"rollouts.balanced: {why}: set --old-log-probs recompute, and no --rollout-correction")
+        plan, metrics = balance_groups(batch, model, self.sizes.num_mini_batches, share_prompts=model.share_prompts)
         return *(exchange_groups(part, plan) for part in (batch, *others)), metrics
 
     def all_gather(self, batch: DataProto) -> DataProto:
         """The rows of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
-        return gather_groups(equal_widths(batch), group_size_of(batch))
+        return gather_groups(equal_widths(batch))
 
     def own_rows(self, whole: DataProto) -> DataProto:
         """This rank's groups, out of the rows of all ranks."""
-        return whole[own_groups(whole, group_size_of(whole)).ravel()]
+        return whole[[row for rows in own_groups(whole) for row in rows]]
 
     def record_scores(self, batch: DataProto) -> None:
-        """Records how responses to the loader's prompts scored, for --prompt-sampling. A collective."""
+        """Records how responses to the loader's prompts scored, for --prompt-sampling, without rows of older steps and
+        given ones. A collective."""
         if self.loader is not None and self.loader.needs_scores:
-            scored = batch.batch["response_mask"].any(1).tolist()
+            scored = batch.batch["response_mask"].any(1) & self._of_step(batch)
             total = batch.batch["token_level_scores"].sum(1, keepdim=True)
             scores = batch.batch.get("reward_components", total).tolist()
-            known = list(compress(zip(batch.non_tensor_batch[ROW], scores), scored))
+            rows = zip(batch.non_tensor_batch[ROW], scores)
+            known = [(row, score) for row, score in compress(rows, scored.tolist()) if row is not None]
             self.loader.record_scores(*zip(*known, strict=True) if known else ((), ()))
 
     def metrics(self, batch: DataProto, step: int) -> dict[str, Metric]:
@@ -288,8 +337,12 @@ class Rollouts:
         metrics |= {"training/epoch": position / len(self.loader.dataset), **self.loader.metrics()}
         metrics |= self.engine.metrics()
         if self.async_level:
-            metrics |= staleness_metrics(batch.batch["weight_versions"], step - 1)
+            metrics |= staleness_metrics(batch.batch["weight_versions"][self._of_step(batch)], step - 1)
         return metrics
+
+    def _of_step(self, batch: DataProto) -> torch.Tensor:
+        """(B,) bool: rows that were sampled for this step."""
+        return batch.batch["policy_version"] >= max(0, self.version - self.async_level)
 
     def batch_metrics(self, batch: DataProto) -> dict[str, Metric]:
         """The sampler's, of a batch that loses their column: rows that a run keeps must not depend on clocks. A
@@ -359,10 +412,12 @@ class Rollouts:
         """Of n responses to each prompt. If the step asks for a prompt again, they are others."""
         rows = []
         for uid in prompts.non_tensor_batch["uid"]:
-            number = int(uid.rpartition("-")[2])  # of the prompt in its step, over all ranks
-            again = self._asked[uid, sampling] << AGAIN
+            of_step, _, number = uid.rpartition("-")  # number: of the prompt in its step, over all ranks
+            of_loader = of_step == str(step) and number.isdecimal()
+            first = int(number) * n if of_loader else crc32(uid.encode()) << OTHER
+            first += self._asked[uid, sampling] << AGAIN
             self._asked[uid, sampling] += 1
-            rows += [number * n + sample + again for sample in range(n)]
+            rows += [first + sample for sample in range(n)]
         return request_seeds(self.seed, step, rows)
 
 
@@ -388,17 +443,3 @@ def check_lengths(batch: DataProto, limits: list[int], engine: str) -> None:
     if any(length > limit for length, limit in zip(lengths, limits)):
         why = "a response is longer than its limit: generate must keep row_limits(prompts, sampling)"
         raise InputError(f"--rollout-engine {engine}: {why} (lib/rollout/engine.py)")
-
-
-def join_prefixes(rows: DataProto, prefixes: Sequence, batch: DataProto, pad_token_id: int) -> DataProto:
-    """The rows with responses that begin with their prefixes. batch: what was sampled after these. A collective."""
-    t, reasons = batch.batch, batch.non_tensor_batch["finish_reason"]
-    lengths = t["attention_mask"][:, -t["responses"].shape[1] :].sum(1).tolist()
-    routes = batch.non_tensor_batch.get(ROUTES, [None] * len(rows))
-    joined, masks = [], []
-    for i, (prefix, n) in enumerate(zip(prefixes, lengths)):
-        ids = [*prefix, *t["responses"][i, :n].tolist()]
-        log_probs = [0.0] * len(prefix) + t["rollout_log_probs"][i, :n].tolist()
-        joined.append(Generated(ids, log_probs, reasons[i], routed_experts=routes[i]))
-        masks.append([0] * len(prefix) + [1] * n)
-    return add_responses(rows, joined, pad_token_id, masks)

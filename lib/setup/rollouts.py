@@ -16,6 +16,7 @@ from lib.rollout import Rollouts, make_engine
 from lib.run import Run, Validation
 from lib.setup.inputs import Inputs
 from lib.setup.models import ModelFactory, use_cores
+from lib.setup.needs import loss_corrects, rollout_correction
 
 
 def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
@@ -86,6 +87,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         # nats; bf16 engines differ by 0.03. For a quantized one the limit is that of the mismatch
         sync_tolerance=math.inf if rollout.quantization else 1e-3 if dtype == torch.float32 else 0.25,
         max_mismatch=rollout.mismatch_limit,
+        reads_log_probs=loss_corrects(args) or bool(rollout_correction(args, dtype)),
         recorder=run.recorder,
         replays_any_order=level > 0 and replays and any_order,
     )

@@ -1,10 +1,11 @@
 """lib/data/: rows over ranks, and micro-batches of rows that share prompts. Of rows that do not:
 tests/distributed/test_distributed.py."""
 
+import itertools
 import re
 from collections import Counter
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -23,6 +24,9 @@ from lib.data import (
     prepare_dynamic_batch,
     prompt_groups,
     restore_dynamic_batch,
+    rows_by_uid,
+    scatter_rows,
+    split_mini_batches,
 )
 from lib.data.balance import group_costs, longest_first
 from lib.data_proto import DataProto
@@ -36,8 +40,8 @@ from lib.distributed import (
     trainable_parameters,
 )
 from lib.model import load_model, response_log_probs
+from lib.model.packing import in_micro_batches
 from lib.rollout import Rollouts, concat_rows
-from lib.rollout.stream import group_size_of
 from tests.common import TOY_MODEL, VisionRow, rollout_batch, run_ranks, save_tiny, tiny_vision, vision_batch
 from tests.scripts.test_invariance import float64_norms, groups_batch
 
@@ -184,22 +188,23 @@ def test_costs_are_the_flops_of_linear_layers_and_attention(toy):
 
     batch = groups_batch([(5, [4, 9]), (11, [1, 2])])
     whole = [cost(9) + cost(14), cost(12) + cost(13)]
-    assert group_costs(batch, toy, 2, False) == pytest.approx(whole, rel=1e-12)
-    assert group_costs(batch, toy, 2, True) == pytest.approx([whole[0] - cost(5), whole[1] - cost(11)], rel=1e-12)
+    assert group_costs(batch, toy, False) == pytest.approx(whole, rel=1e-12)
+    assert group_costs(batch, toy, True) == pytest.approx([whole[0] - cost(5), whole[1] - cost(11)], rel=1e-12)
 
 
 def test_a_groups_images_cost_what_the_tower_takes_for_their_patches(tmp_path):
     tiny_vision("idefics3", tmp_path)
     model, batch = load_model(str(tmp_path)), vision_batch("idefics3", (VisionRow(2, 1, 2), VisionRow(0, 0, 2)))
+    batch.non_tensor_batch["uid"] = np.array([*"0011"], dtype=object)
     tower = sum(p.numel() for name, p in model.named_parameters() if re.search("vision_model.encoder.*weight", name))
     tower -= 2 * 2 * 32  # norms
     tower += model.model.connector.modality_projection.proj.weight.numel()
     layers = model.model.text_model.layers
     N = sum(m.weight.numel() for m in [*layers.modules(), model.lm_head] if isinstance(m, torch.nn.Linear))
     for shared, times in ((False, 2), (True, 1)):
-        costs = group_costs(batch, model, 2, shared)
-        batch_of_text = batch.select(non_tensor_batch_keys=[])
-        text = group_costs(batch_of_text, model, 2, shared)
+        costs = group_costs(batch, model, shared)
+        batch_of_text = batch.select(non_tensor_batch_keys=["uid"])
+        text = group_costs(batch_of_text, model, shared)
         assert costs[1] == text[1]
         assert costs[0] - text[0] == pytest.approx(times * 2 * 16 * tower / N, rel=1e-12)  # images x patches
 
@@ -242,18 +247,19 @@ def with_tools(batch: DataProto) -> DataProto:
 def balanced(world, path, mini_batches):
     batch, model = with_tools(local_batch(world)), load_model(path)
     size = len(batch) // mini_batches
-    plan, metrics = balance_groups(batch, model, 2, mini_batches)
+    plan, metrics = balance_groups(batch, model, mini_batches)
     moved = exchange_groups(batch, plan)
     one_a_group = exchange_groups(batch[::2], plan)
     assert one_a_group.batch["row"].tolist() == moved.batch["row"][::2].tolist()
-    assert moved.meta_info == {"rank": world.rank} and [*moved.batch.keys()] == [*batch.batch.keys()]
+    assert moved.meta_info == {"rank": world.rank} and [*moved.batch.keys()] == [*batch.batch.keys(), "mini_batch"]
     whole = with_tools(local_batch(World(0, 1, world.device)))[moved.batch["row"]]
     for name, column in whole.batch.items():  # what belongs to a row stays with it
         assert torch.equal(moved.batch[name], column) and moved.batch[name].dtype == column.dtype, name
     for i, row in enumerate(moved.batch["row"].tolist()):
         assert moved.non_tensor_batch["uid"][i] == f"0-{row // 2}"
         assert moved.non_tensor_batch["messages"][i] == [{"content": f"\u00e9{row}"}] * (row % 3)
-    costs = [sum(group_costs(part, model, 2, False)) for part in moved.split(size)]
+    assert [len(part) for part in split_mini_batches(moved, mini_batches)] == [size] * mini_batches
+    costs = [sum(group_costs(part, model, False)) for part in moved.split(size)]
     return moved.batch["row"].tolist(), [part.batch["row"].tolist() for part in batch.split(size)], costs, metrics
 
 
@@ -280,10 +286,11 @@ def test_of_two_ranks_the_longest_do_not_meet():
 
     def check(world):
         batch = groups_batch([(1, [n - 1]) for n in ((80, 70), (10, 20))[world.rank]], seed=world.rank)
+        batch.non_tensor_batch["uid"] = np.array([["0", "1"], ["2", "3"]][world.rank], dtype=object)
         model = torch.nn.Linear(1000, 100_000, bias=False, device="meta")  # attention costs nothing beside it
         model.config = load_model(TOY_MODEL).config
-        (plan, metrics), (fixed, _) = (balance_groups(batch, model, 1, n) for n in (1, 2))
-        assert sorted(plan) == [[0, 2], [1, 3]] and fixed == [[0, 1], [2, 3]]
+        (plan, metrics), (fixed, _) = (balance_groups(batch, model, n) for n in (1, 2))
+        assert sorted(map(list, plan)) == [["0", "2"], ["1", "3"]] and fixed == [{"0": 0, "1": 1}, {"2": 0, "3": 1}]
         assert metrics == pytest.approx({"perf/imbalance_sampled": 150 / 90, "perf/imbalance": 1}, rel=1e-3)
 
     run_ranks(2, check)
@@ -293,7 +300,7 @@ def gradient_of_mini_batch(world, path, balance):
     model = shard_model(float64_norms(load_model(path, dtype=torch.float64)), make_mesh(world), torch.float64)
     parameters, batch = trainable_parameters(model), local_batch(world)
     if balance:
-        plan, _ = balance_groups(batch, model, 2, 2)
+        plan, _ = balance_groups(batch, model, 2)
         moved = exchange_groups(batch, plan)
         assert any(all_gather_lists([moved.batch["row"].tolist() != batch.batch["row"].tolist()]))  # else no test
         batch = moved
@@ -327,8 +334,9 @@ def test_one_rank_or_equal_lengths_stay_as_they_came(size, tmp_path):
         batch, model = local_batch(world), load_model(TOY_MODEL)
         if size > 1:
             batch = groups_batch([(4, [6, 6])] * 4)
-        plan, metrics = balance_groups(batch, model, 2, 2)
-        assert sorted(plan) == plan and metrics["perf/imbalance"] == pytest.approx(1, rel=1e-12)
+            batch.non_tensor_batch["uid"] += f"-{world.rank}"
+        plan, metrics = balance_groups(batch, model, 2)
+        assert [*plan[world.rank]] == [*rows_by_uid(batch)] and metrics["perf/imbalance"] == pytest.approx(1, rel=1e-12)
         assert (exchange_groups(batch, plan) is batch) == (size == 1)
 
     run_ranks(size, check)
@@ -345,7 +353,7 @@ def joined(world) -> dict:
     batch.batch["token_level_scores"] = batch.batch["response_mask"].float()
     before, scores = batch.batch["attention_mask"].sum(), batch.select()
     t = gather_rows(scores)
-    stub = SimpleNamespace(sizes=SimpleNamespace(num_mini_batches=1))
+    stub = SimpleNamespace(sizes=SimpleNamespace(num_mini_batches=1), reads_log_probs=False)
     module = load_model(TOY_MODEL)
     whole = Rollouts.all_gather(stub, batch.select())
     own = Rollouts.own_rows(stub, whole)
@@ -365,12 +373,141 @@ def test_ranks_may_have_batches_of_their_own_widths():
         assert sum(of_rank["tokens"][i] for of_rank in found) == total
 
 
-@pytest.mark.parametrize("uids", ["aab", "aabbb", "aba", "abab"])
-def test_groups_that_cannot_move_between_ranks_are_one_line(uids):
-    batch = rollout_batch([2] * len(uids), [1] * len(uids))
-    batch.non_tensor_batch["uid"] = np.array([*uids], dtype=object)
-    with pytest.raises(InputError, match="the rows of a uid must be adjacent, and as many as those of any other"):
-        group_size_of(batch)
+ANY = {  # rank: the uid of each of its rows. Groups of 1 to 5 rows, not adjacent, of two ranks, and a rank without
+    2: ["a a a b c c c d a b d e", "e"],
+    3: ["a a a b c c c d a b d e", "e", ""],
+}
+
+
+def rows_of_any(size: int) -> tuple[DataProto, list[list[int]]]:
+    """(the rows of all ranks, their numbers on each rank). The rows of a uid have one prompt."""
+    uids = [own.split() for own in ANY[size]]
+    named = [uid for own in uids for uid in own]
+    rng = np.random.default_rng(0)
+    batch = rollout_batch(["abcde".index(uid) + 2 for uid in named], rng.integers(1, 9, len(named)).tolist())
+    P = batch.batch["prompts"].shape[1]
+    for i, uid in enumerate(named):
+        batch.batch["input_ids"][i, :P] = batch.batch["input_ids"][named.index(uid), :P].clone()
+    batch.batch["prompts"] = batch.batch["input_ids"][:, :P]
+    batch.non_tensor_batch["uid"] = np.array(named, dtype=object)
+    batch.batch["number"] = torch.arange(len(named))
+    batch.batch["weight"] = torch.rand(batch.batch["responses"].shape, dtype=torch.float64)  # a copy's own column
+    ends = [0, *itertools.accumulate(map(len, uids))]
+    return batch, [list(range(i, j)) for i, j in itertools.pairwise(ends)]
+
+
+def updates(model, batch, mini_batches, world) -> list:
+    """(loss, gradient) of each mini-batch, of token losses that depend on the row; in micro-batches of few tokens."""
+    found, parameters = [], trainable_parameters(model)
+    for mini_batch in split_mini_batches(batch, mini_batches):
+        total = torch.zeros((), dtype=torch.float64)
+        micros, _ = prepare_dynamic_batch(mini_batch, 20, share_prompts=True)
+        for micro in micros:
+            log_probs, entropy = response_log_probs(model, micro, 0.8, share_prompts=True)
+            loss = ((-micro.batch["weight"] * log_probs - entropy) * micro.batch["response_mask"]).sum()
+            (loss * world.size).backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        found.append((total, [full_tensor(p.grad).clone() for p in parameters]))
+        for p in parameters:
+            p.grad = None
+    return found
+
+
+def any_rows(world, path: str, mini_batches: int, size: int) -> dict:
+    torch.manual_seed(0)
+    whole, numbers = rows_of_any(size)
+    model = shard_model(float64_norms(load_model(path, dtype=torch.float64)), make_mesh(world), torch.float64)
+    batch = whole if world.size == 1 else whole[numbers[world.rank]]
+    plan, metrics = balance_groups(batch, model, mini_batches, share_prompts=True)
+    moved, first = exchange_groups(batch, plan), exchange_groups(batch[[0] if len(batch) else []], plan)
+    assert set(first.non_tensor_batch["uid"]) <= {*plan[world.rank]}
+    for name, column in whole.batch.items():
+        assert torch.equal(moved.batch[name], column[moved.batch["number"]]), name
+    scored = moved.select()
+    t = gather_rows(scored, ["number", "weight"])
+    scatter_rows(scored, {"own": t["number"], "response_mask": t["response_mask"]})
+    assert scored.batch["own"].equal(moved.batch["number"])
+    [log_probs, _] = in_micro_batches(model, moved, partial(model.token_log_probs, temperature=1.0), 20)
+    alone = [t["number"].tolist(), t["group"].tolist()]
+    columns = moved.batch["number"].tolist(), moved.batch["mini_batch"].tolist(), log_probs.sum(1).tolist()
+    return {
+        "rows": [*zip(*columns)],
+        "metrics": metrics,
+        "all": alone,
+        "updates": updates(model, moved, mini_batches, world),
+    }
+
+
+@pytest.mark.parametrize("size, mini_batches", [(2, 1), (2, 3), (3, 4)])
+def test_rows_of_any_number_train_as_on_one_rank(size, mini_batches, tmp_path):
+    """Groups come together whole and go into mini-batches whose numbers of groups differ by one at most. Loss and
+    gradient of each are those of one rank that has these rows, though a rank has micro-batches or whole mini-batches
+    without a row."""
+    path = save_tiny(tmp_path)
+    found = run_ranks(size, any_rows, path, mini_batches, size)
+    uids = " ".join(ANY[size]).split()
+    rows = [row for of_rank in found for row in of_rank["rows"]]
+    assert sorted(number for number, _, _ in rows) == list(range(len(uids)))
+    for uid in set(uids):
+        homes = {(rank, m) for rank, own in enumerate(found) for n, m, _ in own["rows"] if uids[n] == uid}
+        assert len(homes) == 1
+    groups = [len({uids[n] for n, m, _ in rows if m == number}) for number in range(mini_batches)]
+    assert max(groups) - min(groups) <= 1 and sum(groups) == 5
+    numbers, group = found[0]["all"]
+    assert numbers == [n for n, _, _ in rows]
+    assert all(
+        (group[i] == group[j]) == (uids[a] == uids[b]) for i, a in enumerate(numbers) for j, b in enumerate(numbers)
+    )
+    assert 1 <= found[0]["metrics"]["perf/imbalance"] <= found[0]["metrics"]["perf/imbalance_sampled"]
+    if mini_batches > 1:
+        assert {m for _, m, _ in found[-1]["rows"]} != {*range(mini_batches)}  # else no test
+
+    [alone] = run_ranks(1, any_rows, path, 1, size)
+    log_probs = {n: x for n, _, x in alone["rows"]}
+    assert all(x == pytest.approx(log_probs[n], rel=1e-9) for n, _, x in rows)
+    for (loss, gradient), (other, of_other) in zip(found[0]["updates"], found[1]["updates"]):
+        assert loss == other and all(map(torch.equal, gradient, of_other))
+    total, gradients = (
+        sum(x) for x in zip(*((u[0], torch.cat([g.flatten() for g in u[1]])) for u in found[0]["updates"]))
+    )
+    [(expected, of_one)] = alone["updates"]
+    torch.testing.assert_close(total, expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(gradients, torch.cat([g.flatten() for g in of_one]), rtol=1e-7, atol=1e-9)
+
+
+def test_rows_of_a_uid_that_the_first_batch_lacks_are_one_line(toy):
+    with one_rank():
+        batch = groups_batch([(2, [3, 3]), (2, [1, 1])])
+        plan, _ = balance_groups(batch[:2], toy, 1)
+        with pytest.raises(InputError, match="rows of uid 1, of which the first batch has none"):
+            exchange_groups(batch, plan)
+
+
+def test_given_tokens_that_train_are_refused_where_the_loss_reads_the_engines_log_probs():
+    def check(world):
+        batch = rollout_batch([2, 2], [3, 3])
+        batch.batch["given_mask"] = batch.batch["response_mask"] * (world.rank == 1)
+        reads = SimpleNamespace(reads_log_probs=True, world=world)
+        with pytest.raises(InputError, match="given tokens that are trained have no log-probs of an engine"):
+            Rollouts.balanced(reads, SimpleNamespace(module=None), batch)
+
+    run_ranks(2, check)
+
+
+def test_the_groups_of_all_ranks_are_in_the_order_of_their_numbers():
+    """Group k of each rank before any group k + 1; the union of own_rows is the whole."""
+
+    def gathered(world) -> list:
+        whole, numbers = rows_of_any(3)
+        stub = SimpleNamespace()
+        everything = Rollouts.all_gather(stub, whole[numbers[world.rank]])
+        own = Rollouts.own_rows(stub, everything)
+        return [everything.batch["number"].tolist(), own.non_tensor_batch["uid"].tolist()]
+
+    found = run_ranks(3, gathered)
+    assert found[0][0] == [0, 1, 2, 8, 12, 3, 9, 4, 5, 6, 7, 10, 11] and found[0][0] == found[1][0] == found[2][0]
+    assert [own for _, own in found] == [["a"] * 4 + ["c"] * 3, ["e"] * 2 + ["d"] * 2, ["b"] * 2]
 
 
 @pytest.mark.parametrize("asked", [{"n": 8}, {"n": 4, "limits": [3] * 4}, {"n": 4, "prefixes": [[1]] * 4}])

@@ -91,13 +91,15 @@ def assert_equal(got, expected, tolerance=1e-9):
 def needed_prefixes(batch: DataProto) -> set[tuple]:
     """Of the trie: one for each token that some trained token of its sequence needs."""
     groups, found = prompt_groups(batch).tolist(), set()
+    mask = batch.batch["response_mask"].bool()
+    begun = {g for g, m in zip(groups, mask) if m.any() and not m[0]}  # with a response that begins with given tokens
     sequences = list(sequences_of(batch))
     rows = [row for row, *_ in sequences]
     for row, _, ids, trained in sequences:
         if any(trained):
             first = len(ids) - len(trained)
             n = first + max(t for t, is_trained in enumerate(trained) if is_trained)
-            alone = rows.count(row) == 1  # shares only its prompt
+            alone = rows.count(row) == 1 and groups[row] not in begun  # shares only its prompt
             found |= {(groups[row], (alone and k >= first and row + 1, *ids[: k + 1])) for k in range(n)}
     return found
 
@@ -186,6 +188,23 @@ def test_every_kind_of_layer_takes_the_tree(tmp_path, family, attention):
         shared = with_gradient(model, lambda: torch.stack(response_log_probs(model, batch, 1.0)))
     model.set_attn_implementation("sdpa")
     assert_equal(shared, with_gradient(model, lambda: separately(model, batch)), 1e-5)
+
+
+def test_branches_compute_the_beginning_that_they_are_given_once(model):
+    """A row and two branches of it, one of which branches again: the row trains all of its tokens, the branches what
+    follows the beginning that they share with it."""
+    prompt, trunk, other = [5, 6, 7], [*range(10, 40)], [*range(50, 70)]
+    whole = [trunk + tail for tail in ([41, 42, 43], [44, 45], [*other, 46], [*other, 47, 48])]
+    rows = [row(prompt, [(ids[:n], 0), (ids[n:], 1)]) for ids, n in zip(whole, (0, 30, 30, 50))]
+    batch = batch_of(rows)
+    expected = with_gradient(model, lambda: separately(model, batch))
+    got = with_gradient(model, lambda: torch.stack(response_log_probs(model, batch, 1.0)))
+    assert_equal(got, expected)
+    assert sum(prefix_tree(batch).lengths) == 3 + 30 + 20 + (3 + 2 + 1 + 2) - 4  # no last token predicts one
+    batch.batch["response_mask"][:, 0] = 1
+    assert (
+        sum(prefix_tree(batch).lengths) == 3 + 33 + 32 + 51 + 52 - 4
+    )  # of responses as they are sampled none is shared
 
 
 def test_the_last_tree_is_kept_while_its_columns_stay_the_same():

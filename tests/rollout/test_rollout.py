@@ -37,6 +37,7 @@ import grpo
 from lib import InputError
 from lib.args import Sizes
 from lib.core_algos import splitmix64
+from lib.data import ROW, RLHFDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import (
     World,
@@ -48,7 +49,7 @@ from lib.distributed import (
     shard_model,
     unsharded,
 )
-from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
+from lib.model import Policy, add_lora, load_model, load_tokenizer, response_log_probs
 from lib.model.vision import cache_keyword
 from lib.rollout import (
     NoRecorder,
@@ -56,6 +57,7 @@ from lib.rollout import (
     Sampling,
     WeightSyncError,
     check_engine_import,
+    concat_rows,
     fit_columns,
     hf_engine,
     make_engine,
@@ -72,7 +74,15 @@ from lib.rollout.vllm_start import adapter_settings
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter
 from lib.run.export import write_adapter
 from servers.engine import NEUTRAL
-from tests.common import TOY_MODEL, give_generation_config, parse_flags, randomize_lora_b, rollout_batch, save_tiny
+from tests.common import (
+    ROOT,
+    TOY_MODEL,
+    give_generation_config,
+    parse_flags,
+    randomize_lora_b,
+    rollout_batch,
+    save_tiny,
+)
 from tools.mismatch import Batch
 
 WIDTH = 24  # prompt
@@ -378,7 +388,7 @@ def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
 
 def rollouts_of(engine, seed: int = 1, response_length: int = 8) -> Rollouts:
     sizes = Sizes(2, 1, 1, 3, 6, 6)
-    fixed = {"async_level": 0, "recorder": NoRecorder()}
+    fixed = {"async_level": 0, "recorder": NoRecorder(), "reads_log_probs": False}
     fixed |= {"sync_tolerance": TOLERANCE, "max_mismatch": 1.0, "world": World(0, 1, torch.device("cpu"))}
     return Rollouts(engine, engine, None, Sampling(response_length), sizes=sizes, seed=seed, **fixed)
 
@@ -430,6 +440,7 @@ def test_a_response_begins_with_the_tokens_that_it_is_given(engine_and_model):
     prefixes = [row[:k] for row, k in zip(whole.batch["responses"].tolist(), begun)]
     rest = rollouts.generate(prompts_of_step(), sampling=greedy, prefixes=prefixes)
     given = torch.arange(8) < torch.tensor(begun)[:, None]
+    assert rest.batch["given_mask"].equal(given.long())
     for name in ("prompts", "responses", "input_ids", "attention_mask", "position_ids"):
         assert rest.batch[name].equal(whole.batch[name]), name
     assert rest.batch["response_mask"].equal(whole.batch["response_mask"] * ~given)
@@ -439,6 +450,84 @@ def test_a_response_begins_with_the_tokens_that_it_is_given(engine_and_model):
     for wrong in ([[1]] * 2, [[1]] * 2 + [[1] * 8]):
         with pytest.raises(InputError, match="each response needs a prefix, shorter than its limit"):
             rollouts.generate(prompts_of_step(), prefixes=wrong)
+
+
+def test_given_responses_are_rows_like_sampled_ones(engine_and_model):
+    """The same tokens, given: all columns are those of the sampled rows, but for what says that no engine sampled them.
+    The last prompt has an empty response."""
+    engine, model = engine_and_model
+    rollouts = rollouts_of(engine)
+    sampled = rollouts.generate(prompts_of_step(), n=2)
+    texts = [ids[:n] for ids, n in zip(sampled.batch["responses"].tolist(), sampled.batch["response_mask"].sum(1))]
+    given = rollouts.given(sampled, texts)
+    assert given.batch.keys() == {*sampled.batch.keys(), "given_mask"}
+    assert given.non_tensor_batch.keys() == sampled.non_tensor_batch.keys()
+    for name in ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"):
+        assert given.batch[name].equal(sampled.batch[name]), name
+    assert given.batch["given_mask"].equal(sampled.batch["response_mask"])
+    assert not given.batch["rollout_log_probs"].any() and given.batch["policy_version"].tolist() == [-1] * 6
+    log_probs, _ = response_log_probs(model, given, 1.0)
+    torch.testing.assert_close(log_probs, sampled.batch["rollout_log_probs"], rtol=0, atol=1e-4)
+    masked = rollouts.given(sampled[[0, 5]], [texts[0], []], masks=[[0] * (len(texts[0]) - 1) + [1], []])
+    assert masked.batch["response_mask"].sum(1).tolist() == [1, 0]
+    both = concat_rows([sampled, masked])
+    assert both.batch["given_mask"].sum(1).tolist() == [0] * 6 + [len(texts[0]), 0]
+    policy = Policy.__new__(Policy)
+    policy.checked, policy.checks = True, SimpleNamespace()
+    begun = rollouts.generate(sampled[:1], prefixes=[texts[0][:2]])
+    both = concat_rows([both, begun, begun])
+    both.batch["response_mask"][-1] |= both.batch["given_mask"][-1]
+    policy.check_rows(both)
+    assert both.batch["is_fresh"].tolist() == [True] * 6 + [False] * 2 + [True, False]
+    with pytest.raises(InputError, match="a response of 9 tokens; --max-response-length is 8"):
+        rollouts.given(sampled[:1], [[5] * 9])
+
+
+def test_a_rank_may_have_no_prompt(engine_and_model):
+    engine, _ = engine_and_model
+    rollouts, prompts = rollouts_of(engine), prompts_of_step()
+    whole = rollouts.generate(prompts)
+    none = [rollouts.generate(prompts[[]], n=4), rollouts.given(prompts[[]], [])]
+    for batch in none:
+        assert len(batch) == 0 and {*batch.batch.keys()} - {"given_mask"} == {*whole.batch.keys()}
+    assert concat_rows(none[:1]).batch.keys() == whole.batch.keys()
+    assert concat_rows([whole, *none]).batch["given_mask"].sum() == 0
+
+
+def test_prompts_of_any_uid_have_seeds_of_their_own(engine_and_model):
+    """A prompt of an earlier step, prompts that the step wrote, and the step's own: all differ, in each run alike."""
+    engine, _ = engine_and_model
+    prompts = prompts_of_step()[[0] * 5]
+    prompts.non_tensor_batch["uid"] = np.array(["1-0", "0-0", "1-0-solver-0", "1-0-solver-1", "1-mine"], dtype=object)
+    of_runs = [rollouts_of(engine).generate(prompts, n=2).batch["responses"].tolist() for _ in range(2)]
+    assert of_runs[0] == of_runs[1] and len({*map(tuple, of_runs[0])}) == 10
+
+
+def test_a_run_writes_prompts(engine_and_model):
+    """Of the data set's messages they are the data set's; what spells a special token is broken up; roles have uids."""
+    engine, _ = engine_and_model
+    data = RLHFDataset(f"{ROOT}/data/toy/val.jsonl", load_tokenizer(TOY_MODEL), max_prompt_length=24, max_samples=3)
+    prompts = DataProto.from_single_dict(collate_fn([data[i] for i in range(3)]))
+    prompts.non_tensor_batch |= {"uid": np.array(["1-0", "1-1", "1-0"], object), ROW: np.array([7, 8, 7], object)}
+    rollouts = rollouts_of(engine)
+    rollouts.loader = SimpleNamespace(dataset=SimpleNamespace(dataset=data))
+    rows = rollouts.generate(prompts)
+    again = rollouts.new_prompts(rows, list(prompts.non_tensor_batch["raw_prompt"]))
+    for ours, theirs in ((again.batch, prompts.batch), (again.non_tensor_batch, prompts.non_tensor_batch)):
+        assert {name: x.tolist() for name, x in ours.items()} == {name: x.tolist() for name, x in theirs.items()}
+    said = [[{"role": "user", "content": text}] for text in ("1+2=", "<eos>", "3+4=")]
+    written = rollouts.new_prompts(rows, said, role="solver")
+    assert written.non_tensor_batch["uid"].tolist() == ["1-0-solver-0", "1-1-solver-0", "1-0-solver-1"]
+    assert written.non_tensor_batch[ROW].tolist() == [None] * 3
+    ends = [ids.count(data.tokenizer.eos_token_id) for ids in written.non_tensor_batch["raw_prompt_ids"]]
+    assert ends == [ends[0]] * 3  # those of the template
+    assert "1+2=" in data.tokenizer.decode(written.non_tensor_batch["raw_prompt_ids"][0])
+    assert len(rollouts.new_prompts(rows[[]], [], role="solver")) == 0
+    with pytest.raises(InputError, match=r"rollouts.new_prompts: prompt of .* tokens, max_prompt_length=24; raise"):
+        rollouts.new_prompts(rows[:1], [[{"role": "user", "content": "1+" * 20}]])
+    rollouts.loader.dataset.dataset = [1]
+    with pytest.raises(InputError, match=r"rollouts.new_prompts: list has no prompt_columns"):
+        rollouts.new_prompts(rows[:1], said[:1])
 
 
 def test_greedy_takes_the_likeliest_token(engine_and_model):

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from lib import setup
@@ -19,7 +20,7 @@ from lib.log.metrics import merge_metrics
 from lib.model import Critic, ForwardConfig, Policy, Reference, load_critic, load_model
 from lib.reward.scores import Rewards
 from lib.rollout import truncated_rows
-from lib.rollout.stream import gather_groups, own_groups
+from lib.rollout.stream import Rollouts
 from tests.common import float64_norms
 from tests.reference_step import Row
 
@@ -88,8 +89,9 @@ class StubRollouts:
         if sampling is not None:
             return self.greedy()
         whole = next(self.batches)
-        own = own_groups(whole, self.group_size).ravel()
-        self.batch = as_batch([whole[i] for i in own], self.multi_turn)
+        groups = [whole[i : i + self.group_size] for i in range(0, len(whole), self.group_size)]
+        own = groups[dist.get_rank() :: dist.get_world_size()]
+        self.batch = as_batch([row for group in own for row in group], self.multi_turn)
         self.batch.batch["policy_version"] += self.version
         return self.batch
 
@@ -104,11 +106,7 @@ class StubRollouts:
     def record_scores(self, batch):
         pass
 
-    def all_gather(self, batch):
-        return gather_groups(batch, self.group_size)
-
-    def own_rows(self, whole):
-        return whole[own_groups(whole, self.group_size).ravel()]
+    all_gather, own_rows = Rollouts.all_gather, Rollouts.own_rows
 
 
 class StubRun:
