@@ -35,7 +35,7 @@ from lib.rollout import HFEngine, Sampling, hf_engine, request_seeds
 from lib.rollout.weight_sync import CheckedStream
 from lib.run.export import export_hf
 from planner.meta import kv_bytes_per_token, meta_model
-from tests.common import ROOT, SMALL, TOY_MODEL, VOCAB, fork, metrics, ran, rollout_batch, run_ranks
+from tests.common import ROOT, SMALL, TOY_MODEL, VOCAB, fork, metrics, ran, rollout_batch, run_ranks, with_slow
 
 SIZES = {  # a config takes of these what it knows
     "vocab_size": VOCAB,
@@ -208,6 +208,13 @@ UNTESTED = """
     moss_transcribe_diarize
 """.split()  # noqa: SIM905  encoders; halves of other models; text parts stand above; no tiny config; 5.23's new ones
 FAMILIES = [*ATTENTION, *STATE, *PADDED]
+# what make test runs: attention (latent, windows, experts, other streams, older names), states, and each reason once
+KINDS = {
+    *("deepseek_v3", "gemma3_text", "gemma4_text", "gpt2", "llama", "qwen3_moe"),
+    *("bamba", "lfm2", "mamba2", "qwen3_5_text"),
+    *("doge", "falcon", "gemma2", "gpt_oss", "llama4_text", "recurrent_gemma", "rwkv"),
+}
+OTHERS = {*FAMILIES} - KINDS
 
 
 def config_of(model_type: str, **more):
@@ -220,7 +227,7 @@ def config_of(model_type: str, **more):
     settings = {name if name in known else names.get(name): value for name, value in (SIZES | more).items()} | own
     if "layer_types" in known and "layer_types" not in own:
         kinds = list(dict.fromkeys(getattr(cls(), "layer_types", None) or ()))
-        settings |= {"layer_types": (4 * kinds)[:4]} if kinds else {}
+        settings |= {"layer_types": (4 * kinds)[: (SIZES | more)["num_hidden_layers"]]} if kinds else {}
     return cls(**{name: value for name, value in settings.items() if name in known or name in own})
 
 
@@ -293,7 +300,7 @@ def measure(family: str, folder) -> tuple[PreTrainedModel, dict[str, list[float]
     return model, off
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(FAMILIES, *OTHERS))
 def test_packed_is_shared_is_padded_is_alone(tmp_path, capfd, family):
     """In fp64, except what transformers computes in fp32, such as norms, rotary tables and states: with these weights,
     results differ by 2e-4 at most (hrm_text), gradients by 5e-4 of their norm (granitemoe). A leak is 0.1 to 10."""
@@ -377,7 +384,7 @@ def checkpointed(model, batch):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "recurrent_gemma", "zamba2"])
+@pytest.mark.parametrize("family", with_slow(["qwen3_5_text", "recurrent_gemma", "zamba2"], "recurrent_gemma"))
 def test_gradient_checkpointing_repeats_the_rows_of_its_own_micro_batch(tmp_path, family):
     path, batch = save(family, tmp_path), batch_of_groups()
     expected, ours = (checkpointed(load(path, gradient_checkpointing=on), batch) for on in (False, True))
@@ -462,7 +469,7 @@ NOT_AS_CACHED = ["deepseek_v3", "diffllama", "jetmoe"]  # attention to other key
 SAMPLED = [*sorted(SAMPLED_BY_HF), *NOT_AS_CACHED, "gemma2", "gemma3_text", "gpt_oss", "llama", "llama4_text", "bloom"]
 
 
-@pytest.mark.parametrize("family", SAMPLED)
+@pytest.mark.parametrize("family", with_slow(SAMPLED, *OTHERS, "bamba", "gemma2"))
 def test_hf_samples_from_the_policy_that_is_trained(tmp_path, family):
     """Prompts shorter than a convolution is long, too, and of different lengths. In fp32, where qwen3_next differs by
     1e-4; a state that padding got into is off by 1 and more."""
@@ -470,7 +477,10 @@ def test_hf_samples_from_the_policy_that_is_trained(tmp_path, family):
     assert (sampled - alone).abs().max() < 1e-3 and mask.sum(1).max() > 6
 
 
-@pytest.mark.parametrize("family", ["mamba", "minimax", "nemotron_h", "recurrent_gemma", "rwkv", "xlstm", "zamba2"])
+STATES = ["mamba", "minimax", "nemotron_h", "recurrent_gemma", "rwkv", "xlstm", "zamba2"]
+
+
+@pytest.mark.parametrize("family", with_slow(STATES, *{*STATES} - {"nemotron_h", "rwkv"}))
 def test_hf_refuses_states_that_it_would_not_carry_right(tmp_path, family):
     with pytest.raises(InputError, match="--rollout-engine hf does not know") as error:
         HFEngine(load_model(save(family, tmp_path)), load_tokenizer(TOY_MODEL))
