@@ -341,10 +341,13 @@ def conversion(family: str) -> tuple:
 EXPORTED = sorted({"gpt2", "llama", "qwen3_5", *{conversion(family): family for family in FAMILIES}.values()})
 
 
-def exported(world, folder):
+FEW = {"gpt2", "llama", "qwen3_5", "qwen3_moe"}
+
+
+def exported(world, folder, families):
     """The families of which an export or a sync is not what transformers' save_pretrained writes of the whole model."""
     different, tokenizer = [], load_tokenizer(TOY_MODEL)
-    for family in EXPORTED:
+    for family in families:
         whole, ours = folder / family / "whole", folder / family / "ours"
         model = AutoModelForCausalLM.from_pretrained(save(family, folder / family))
         with torch.no_grad():
@@ -373,8 +376,11 @@ def exported(world, folder):
     return different
 
 
-def test_an_export_in_files_holds_what_save_pretrained_writes_at_once(tmp_path):
-    assert len(EXPORTED) > 12 and run_ranks(1, exported, tmp_path) == [[]]
+@pytest.mark.parametrize(
+    "families", [sorted(FEW), pytest.param(sorted({*EXPORTED} - FEW), marks=pytest.mark.slow)], ids=["few", "others"]
+)
+def test_an_export_in_files_holds_what_save_pretrained_writes_at_once(tmp_path, families):
+    assert run_ranks(1, exported, tmp_path, families) == [[]]
 
 
 def checkpointed(model, batch):
@@ -513,11 +519,10 @@ def checked(world, path, fault, dtype, split):
 @pytest.mark.parametrize(
     ("family", "fault", "found", "dtype", "size", "split"),
     [
-        ("lfm2", "", None, torch.float32, 2, 1),
+        ("lfm2", "", None, torch.float32, 1, 1),
         ("llama", "", None, torch.float32, 2, 2),
         ("gemma2", "", None, torch.float32, 1, 1),
         ("lfm2", "leak", "depend on neighbouring rows", torch.float32, 2, 1),
-        ("lfm2", "leak", "depend on neighbouring rows", torch.bfloat16, 1, 1),
         ("llama", "scale", "differ from those of the row alone", torch.bfloat16, 2, 1),
     ],
 )

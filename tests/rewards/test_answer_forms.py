@@ -5,6 +5,7 @@ the form that a prompt asks for have verl's verdict where the scorer has verl's 
 
 import json
 from importlib import import_module
+from itertools import product
 
 import numpy as np
 import pytest
@@ -58,11 +59,11 @@ THOUGHTS = [  # with {R} right and {W} wrong; which one counts
 
 
 @pytest.mark.parametrize("scorer", FORMS)
-@pytest.mark.parametrize(("response", "counts"), THOUGHTS)
-def test_a_thought_is_no_answer(scorer, response, counts):
+def test_a_thought_is_no_answer(scorer):
     form, truth, right, wrong = FORMS[scorer]
-    text = response.replace("{R}", form.format(right)).replace("{W}", form.format(wrong))
-    assert accuracy(scorer, truth, text) == float(counts == "R")
+    for response, counts in THOUGHTS:
+        text = response.replace("{R}", form.format(right)).replace("{W}", form.format(wrong))
+        assert accuracy(scorer, truth, text) == float(counts == "R"), text
 
 
 # ---- answers, by scorer ----
@@ -428,13 +429,13 @@ ANSWERS: dict[str, list] = {
         ("51", "<think>a</think> \\boxed{**51**}", 1),
     ],
 }
-ROWS = [(scorer, *row) for scorer, rows in ANSWERS.items() for row in rows]
 
 
-@pytest.mark.parametrize(("scorer", "truth", "response", "right"), ROWS)
-def test_an_answer_is_right_or_wrong(scorer, truth, response, right):
+@pytest.mark.parametrize("scorer", ANSWERS)
+def test_an_answer_is_right_or_wrong(scorer):
     name, _, method = scorer.partition(" ")
-    assert accuracy(name, truth, response, **({"method": method} if method else {})) == right
+    for truth, response, right in ANSWERS[scorer]:
+        assert accuracy(name, truth, response, **({"method": method} if method else {})) == right, (truth, response)
 
 
 GCD = {"task": "gcd", "task_kwargs": {"size": 1}, "entry": {"question": "?", "answer": "-3", "metadata": {}}}
@@ -465,11 +466,9 @@ ONE = {"gsm8k": "#### 18", "math_dapo": "Answer: 18", "arithmetic": "=18", "sear
 
 
 @pytest.mark.parametrize("scorer", ONE)
-@pytest.mark.parametrize(
-    "truth", ["18", " 18\n", 18, 18.0, np.int64(18), ["18"], [18.0], np.array(["18"]), '["18"]', "\uff11\uff18"]
-)
-def test_a_truth_is_one_text_or_number(scorer, truth):
-    assert accuracy(scorer, truth, ONE[scorer]) == 1.0
+def test_a_truth_is_one_text_or_number(scorer):
+    for truth in ("18", " 18\n", 18, 18.0, np.int64(18), ["18"], [18.0], np.array(["18"]), '["18"]', "\uff11\uff18"):
+        assert accuracy(scorer, truth, ONE[scorer]) == 1.0, truth
 
 
 @pytest.mark.parametrize(
@@ -520,10 +519,10 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("scorer", "truth"), [(scorer, truth) for scorer, truths in BAD.items() for truth in truths])
-def test_a_bad_truth_is_an_error_of_one_line(scorer, truth):
-    for response in ("#### 0", "Answer: 0", "=", "<answer></answer>", str(truth)):
+@pytest.mark.parametrize("scorer", BAD)
+def test_a_bad_truth_is_an_error_of_one_line(scorer):
+    for truth, response in product(BAD[scorer], ("#### 0", "Answer: 0", "=", "<answer></answer>", None)):
         with pytest.raises(InputError) as caught:
-            accuracy(scorer, truth, response)
+            pytest.fail(f"{truth!r} has {accuracy(scorer, truth, str(truth) if response is None else response)}")
         assert str(caught.value).startswith(f"rewards/{scorer}.py: ") and "\n" not in str(caught.value)
         assert "mine" in str(caught.value)
