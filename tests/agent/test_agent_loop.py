@@ -194,7 +194,7 @@ def test_a_row_is_the_conversation_as_the_template_writes_it():
     out, engine = play(how, turns, ["no" + END])
     messages = out.non_tensor_batch["messages"][0]
     assert [message["role"] for message in messages] == [
-        *("user", "assistant", "tool", "assistant", "tool", "tool", "assistant"),
+        *("user", "assistant", "tool", "assistant", "tool", "tool", "assistant")
     ]
     assert messages[1]["content"] == "Let me see." and messages[1]["tool_calls"][0]["function"]["arguments"]["b"] == 2
     assert [m["content"] for m in messages if m["role"] == "tool"] == ["3", "7", "11"]

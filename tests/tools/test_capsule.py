@@ -270,13 +270,7 @@ def test_a_step_that_was_not_recorded_is_repeated_by_a_command(saved, resumed, t
     for step in saved:
         (run / f"checkpoints/step_{step:06d}").mkdir(parents=True)
     run.mkdir(exist_ok=True)
-    flags = {
-        "lr": 3e-4,
-        "total_steps": 90,
-        "run_name": "a run",
-        "resume": "auto",
-        "model": TOY_MODEL,
-    }
+    flags = {"lr": 3e-4, "total_steps": 90, "run_name": "a run", "resume": "auto", "model": TOY_MODEL}
     flags |= {"train_files": [str(ROOT / "data/toy/train.jsonl")]}
     (run / "config.json").write_text(json.dumps(flags | {"script": "grpo.py", "lr_schedule": "constant"}))
     with pytest.raises(
