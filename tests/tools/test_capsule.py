@@ -129,6 +129,7 @@ def test_the_weights_of_the_step_repeat_all_metrics(run, tmp_path, capsys):
     assert int(said.split()[1]) > 40
 
 
+@pytest.mark.slow
 def test_a_step_of_an_agent_without_a_scorer_replays(tmp_path, capsys):
     """A replay has no agent, and the rewards of turns in their weight. The data source is a file's path."""
     (tmp_path / "solve.py").write_text(AGENT)
