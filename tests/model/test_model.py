@@ -195,7 +195,7 @@ def test_gradient_checkpointing_of_any_number_of_layers_changes_no_bit(tmp_path)
         assert all(torch.equal(none, other) for other in others) and none.any()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.integers(1, 17),
     st.integers(2, 23),
@@ -226,7 +226,7 @@ TRUNCATIONS = st.builds(Truncation, st.floats(0.01, 1), st.integers(1, 30), st.j
 TRUNCATIONS |= st.sampled_from([Truncation(0.5), Truncation(1.0, 3), Truncation(1.0, 1), Truncation(min_p=0.3)])
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(TRUNCATIONS, st.integers(1, 9), st.floats(0.2, 3), st.integers(0, 10**6), st.sampled_from([2, 3, 1024]))
 def test_truncated_linear_log_probs_value_and_gradient(truncation, chunk, inv_temperature, seed, candidates):
     """Against plain autograd in float64 on the tokens that transformers keeps. Row i is sampled among these, but for
