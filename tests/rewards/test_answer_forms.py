@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lib import InputError
+from tests.rewards.test_math import no_sandbox  # noqa: F401  for all tests of this file
 
 
 def accuracy(scorer: str, truth, response: str, **kwargs) -> float:
