@@ -29,9 +29,10 @@ def layouts():
         yield rollout_batch([3 + n * k % 5 for k in range(n)], [2 + (n + k) % 7 for k in range(n)], seed=n)
 
 
-def test_compiled_layers_compute_the_same_and_are_compiled_once(tmp_path):
+@pytest.mark.parametrize("family", with_slow(["llama", "gemma3_text"], "gemma3_text"))
+def test_compiled_layers_compute_the_same_and_are_compiled_once(tmp_path, family):
     """Gemma has layers of two kinds, with windows and without. fp64; norms and rotary tables are in fp32."""
-    path = save("gemma3_text", tmp_path, num_hidden_layers=2)
+    path = save(family, tmp_path, num_hidden_layers=2)
     plain, ours = load(path), load(path)
     compile_layers(ours)
     graphs = []
