@@ -603,6 +603,7 @@ def test_rotary_tables_are_those_of_the_config(tmp_path):
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, fresh.model.rotary_emb.inv_freq, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_becomes_a_plain_model_that_can_be_saved_and_reloaded(tmp_path, monkeypatch):
     """SmolLM2-135M-Instruct as a package ships it, 4 bits a weight; two of its 30 layers. The index of seconds is read
     once."""
