@@ -509,8 +509,9 @@ def checkpoint_state(checkpoint: Path) -> dict:
 
 
 def with_slow(cases: Iterable, *slow) -> list:
-    """Values of parametrize, of which `slow` are run by make test-slow only."""
-    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
+    """Values of parametrize, of which `slow` are run by make test-slow only; a tuple is for several parameters."""
+    marked = lambda case: pytest.param(*case if isinstance(case, tuple) else [case], marks=pytest.mark.slow)  # noqa: E731
+    return [marked(case) if case in slow else case for case in cases]
 
 
 # ---- vLLM ----------------------------------------------------------------------------------------

@@ -121,14 +121,14 @@ def as_text(body, template) -> str:
 RANDOM = {"actions": ACTIONS, "forgets": st.booleans(), "room": st.sampled_from([T, 4000])}
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(**RANDOM)
 def test_every_trained_token_was_sampled_in_its_context(actions, forgets, room):
     check_episode("/chat/completions", actions, forgets, room)
 
 
 @pytest.mark.parametrize("api", APIS)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(**RANDOM)
 def test_and_in_every_other_api(api, actions, forgets, room):
     actions = [(name, number) for name, number in actions if name != "n"]  # which they do not have

@@ -50,7 +50,7 @@ def complete(*steps, **kwargs):
 # ---- raw prompts ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(actions=ACTIONS, in_ids=st.booleans(), room=st.sampled_from([600, 4000]))
 def test_every_trained_token_was_sampled_in_its_raw_prompt(actions, in_ids, room):
     """Each answer is trained exactly once, in the context that the agent sent, in which earlier answers have the tokens

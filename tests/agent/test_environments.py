@@ -31,7 +31,7 @@ from lib.model import response_log_probs
 from lib.rollout import Sampling, request_seeds
 from rewards.verifiers import compute_score as verifiers_score
 from tests.agent.test_agent_loop import build, prompts_of, recorded, rewards, tokenizer, turns_of
-from tests.common import ROOT, START_S, answers, fork, free_port, metrics, ran, save_tiny
+from tests.common import ROOT, START_S, answers, fork, free_port, metrics, ran, save_tiny, with_slow
 
 N = 8  # episodes
 
@@ -554,7 +554,7 @@ def learns(spec: str, folder, steps: int, *args: str) -> list[float]:
 SEVERAL_TURNS = ["--reward", "--multi-turn.max-turns", "2", "--multi-turn.max-turn-tokens", "16"]
 
 
-@pytest.mark.parametrize("kind", ["gym", "openenv", "verifiers"])
+@pytest.mark.parametrize("kind", with_slow(["gym", "openenv", "verifiers"], "openenv", "verifiers"))
 def test_grpo_learns_in_a_few_steps(kind, tmp_path, request):
     if kind == "gym":
         spec = request.getfixturevalue("game")
@@ -566,6 +566,7 @@ def test_grpo_learns_in_a_few_steps(kind, tmp_path, request):
     assert sum(found[-2:]) > 1.2 * sum(found[:2])
 
 
+@pytest.mark.slow
 def test_grpo_learns_by_a_rubric(own, tmp_path):
     env = f'{own}load_environment {{"max_turns": 1}}'
     scorer = ["--reward", str(ROOT / "rewards/verifiers.py") + ":compute_score"]

@@ -21,7 +21,7 @@ from lib.distributed import World, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, response_log_probs
 from lib.rollout import HFEngine, Sampling, hf_engine, sync_weights
 from tests.agent.test_agent_loop import END, FORGETS, TEMPLATE, Scripted, User, response_ids
-from tests.common import tiny_vision_config
+from tests.common import MROPE, tiny_vision_config, with_slow
 from tests.rollout.test_rollout import close
 from tests.rollout.test_vision_rollout import TOLERANCE, engine_of, idefics3_config, noise, save_idefics3
 
@@ -322,7 +322,7 @@ def check_log_probs(model, out: DataProto):
             assert difference.abs().max() < TOLERANCE, how
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen3_vl", "qwen2_5_vl", "qwen2_vl", "glm4v"])
+@pytest.fixture(scope="module", params=with_slow(["idefics3", *MROPE], "qwen2_5_vl", "qwen2_vl", "glm4v"))
 def hf(request, world, tmp_path_factory):
     vision, folder = make_vision(request.param), tmp_path_factory.mktemp(request.param)
     torch.manual_seed(1 if request.param == "glm4v" else 0)  # so that it looks at different places

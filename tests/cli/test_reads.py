@@ -24,7 +24,7 @@ from lib.columns import COLUMNS
 from lib.core_algos import agg_loss, kl_penalty
 from lib.data_proto import DataProto
 from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
-from tests.common import ROOT, parse_flags
+from tests.common import ROOT, parse_flags, with_slow
 
 SCRIPTS = [importlib.import_module(name) for name in ("grpo", "ppo", "remax", "dapo")]
 FLAGS = {name: value for script in SCRIPTS for name, value, _ in walk(script.Args())}
@@ -233,7 +233,10 @@ def has_effect(args: dapo.Args, flag: str, name: str) -> bool:
     return not any(re.search(rf" {name}\b", line) for line in args.no_effect)
 
 
-@pytest.mark.parametrize("case", CASES)
+OTHERS = {f"{name}, one update" for name in POLICY_LOSSES} - {"gspo, one update", "dppo_tv, one update"}
+
+
+@pytest.mark.parametrize("case", with_slow(CASES, *OTHERS))
 def test_a_flag_changes_the_step_where_the_table_says_so_and_nowhere_else(case, one_rank):
     words, flags = CASES[case]
 

@@ -303,7 +303,7 @@ def test_dead_rows_row_order_and_garbage_change_no_bit(name, dtype, seed):
 @every_estimator
 def test_dead_rows_row_order_and_garbage_change_no_bit_of_a_large_batch(name):
     """Where sums are vectorised, and so added in another order."""
-    for seed in range(3):
+    for seed in range(2):
         check_dead_rows_row_order_and_garbage(name, seed, torch.float32, size=40)
 
 

@@ -70,7 +70,7 @@ def tokens(batch, rows):
 GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(GROUPS, st.integers(10, 120), st.randoms(use_true_random=False))
 def test_rows_of_one_prompt_stay_together_and_count_it_once(groups, max_tokens, random):
     n = sum(len(responses) for _, responses in groups)
@@ -100,7 +100,7 @@ def test_two_groups_fit_where_their_rows_alone_would_not():
         assert [len(prepare_dynamic_batch(batch, 80, share_prompts=share)[1]) for share in (True, False)] == [1, 3]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(30, 120))
 def test_a_padded_row_counts_as_many_tokens_as_the_longest_of_its_micro_batch(lengths, max_tokens):
     with one_rank():
@@ -146,7 +146,7 @@ def smallest_maximum(costs: list[float], parts: int) -> float:
     return best(tuple(range(len(costs))))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.integers(1, 8), st.integers(1, 8), st.data())
 def test_parts_are_of_equal_size(parts, size, data):
     costs = data.draw(st.lists(st.integers(0, 200), min_size=parts * size, max_size=parts * size))

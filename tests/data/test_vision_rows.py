@@ -422,7 +422,7 @@ part = st.fixed_dictionaries(
 content = st.lists(part, max_size=3) | st.sampled_from(["<image>", "<image><image>", "<video>", "text"]) | odd
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(content=content, images=st.lists(image, max_size=2) | odd, videos=st.lists(video, max_size=2) | odd)
 def test_any_row_makes_an_item_or_one_line(content, images, videos):
     vision = vision_of()

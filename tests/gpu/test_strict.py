@@ -28,7 +28,7 @@ from lib.rollout.weight_sync import CheckedStream, weight_checksum
 from lib.run.checkpoint import load_checkpoint, save_checkpoint
 from lib.run.export import export_hf
 from servers.weights import _buckets
-from tests.common import MROPE, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch
+from tests.common import MROPE, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch, with_slow
 from tests.gpu import strict
 from tests.gpu.strict import events, on_gpu, waits
 from tests.model.test_varlen import CALLS, cpu_kernels
@@ -152,17 +152,17 @@ def compare(world, name, flags, more_waits):
     ("name", "flags", "more_waits"),
     [
         ("grpo", ["--kl-coef", "0.1"], {}),
-        ("remax", [], {}),
+        pytest.param("remax", [], {}, marks=pytest.mark.slow),
         ("ppo", [], {COUNTS: 1, NORM: 1}),
         ("dapo", [], {}),
-        ("grpo", ["--no-share-prompts"], {}),
+        pytest.param("grpo", ["--no-share-prompts"], {}, marks=pytest.mark.slow),
         ("grpo", ["--attn-implementation", "sdpa"], {MODEL: 3}),  # of three micro-batches
-        ("grpo", ["--reduce-each-micro-batch", "--gradient-checkpointing"], {}),
-        ("grpo", LORA, {}),
+        pytest.param("grpo", ["--reduce-each-micro-batch", "--gradient-checkpointing"], {}, marks=pytest.mark.slow),
+        pytest.param("grpo", LORA, {}, marks=pytest.mark.slow),
         ("grpo", ["--attn-implementation", "varlen"], {}),
         ("grpo", ["--top-p", "0.9"], {KEPT: 2}),
         ("grpo", ["--cpu-offload", "actor"], {NORM: -1}),  # the gradient is on the CPU
-        ("grpo", ["--cpu-offload", "activations"], {}),
+        pytest.param("grpo", ["--cpu-offload", "activations"], {}, marks=pytest.mark.slow),
         ("grpo", ["--cpu-offload", "optimizer"], {}),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x) if isinstance(x, list) else "",
@@ -229,7 +229,7 @@ def test_update_with_the_settings_of_a_gpu(world):
 @on_gpu(ranks=2)
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--sequence-parallel-size", "2"], ["--tensor-parallel-size", "2", "--rollout-engine", "vllm"]],
+    with_slow([[], ["--sequence-parallel-size", "2"], ["--tensor-parallel-size", "2", "--rollout-engine", "vllm"]], []),
     ids=" ".join,
 )
 def test_update_of_two_ranks(world, flags):
@@ -264,7 +264,7 @@ def test_a_column_that_has_changed_is_read_again(world):
 
 
 @on_gpu
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "smolvlm"])
+@pytest.mark.parametrize("kind", with_slow([*MROPE, "gemma3", "smolvlm"], "qwen2_vl", "qwen2_5_vl", "glm4v", "smolvlm"))
 def test_images(here, kind, tmp_path):
     """Log-probs of rows with images, and an update of decoder and tower."""
     results = []
@@ -292,7 +292,7 @@ def prepared(world, *flags):
 
 
 @on_gpu
-@pytest.mark.parametrize("flags", [[], LORA], ids=" ".join)
+@pytest.mark.parametrize("flags", with_slow([[], LORA], []), ids=" ".join)
 def test_forward_passes(here, flags):
     """The check of the first batch; log-probs, entropies, squared scores, a reference's log-probs and values."""
     results = []
@@ -312,7 +312,7 @@ def test_forward_passes(here, flags):
 
 
 @on_gpu
-@pytest.mark.parametrize("flags", [[], LORA], ids=" ".join)
+@pytest.mark.parametrize("flags", with_slow([[], LORA], []), ids=" ".join)
 def test_weight_sync(here, flags):
     """The gathered weights, their buckets for servers, and the checksums, which are read once."""
     seen = []
@@ -357,18 +357,8 @@ def test_checkpoint_and_export(here, tmp_path):
 
 
 MANY = ["--lora-rank", "4", "--kl-coef", "0.1", "--kl-placement", "reward", "--adv-estimator", "rloo"]
-MANY += [
-    "--rollout-correction.level",
-    "token",
-    "--token-masks",
-    "top_entropy=0.5",
-    "--num-mini-batches",
-    "2",
-    "--entropy-coef",
-    "0.01",
-    "--record",
-    "{}/kept",
-]
+MANY += ["--rollout-correction.level", "token", "--token-masks", "top_entropy=0.5", "--num-mini-batches", "2"]
+MANY += ["--entropy-coef", "0.01", "--record", "{}/kept"]
 AGENT = ["--agent", "{}/agent.py:solve"]
 ASKS = """
 from openai import OpenAI
@@ -384,12 +374,12 @@ def solve(base_url, api_key, row):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("grpo", []),
+        pytest.param("grpo", [], marks=pytest.mark.slow),
         ("ppo", []),
         pytest.param("remax", [], marks=pytest.mark.slow),
         pytest.param("dapo", [], marks=pytest.mark.slow),
         ("grpo", MANY),
-        ("grpo", AGENT),
+        pytest.param("grpo", AGENT, marks=pytest.mark.slow),
     ],
     ids=["grpo", "ppo", "remax", "dapo", "many flags", "agent"],
 )

@@ -76,7 +76,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=with_slow(CASES, "ppo, the critic alone in step 1"))
+@pytest.fixture(scope="module", params=with_slow(CASES, "grpo", "ppo, the critic alone in step 1"))
 def recorded(request, tmp_path_factory):
     """(case, run, {step: (batch, {row: (log_probs, entropy) of the last pass})})."""
     folder = tmp_path_factory.mktemp("recorded")

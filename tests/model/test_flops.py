@@ -14,8 +14,8 @@ from lib.data import prefix_tree
 from lib.model import freeze, load_model, response_log_probs
 from lib.model.flops import flops_of, update_flops
 from planner.step_flops import StepFlops, flops_of_step
-from tests.common import ROOT, VOCAB, parse_flags, rollout_batch, save_tiny, tiny_vision, vision_batch
-from tests.model.test_models import FAMILIES, STATE, config_of
+from tests.common import ROOT, VOCAB, parse_flags, rollout_batch, save_tiny, tiny_vision, vision_batch, with_slow
+from tests.model.test_models import FAMILIES, OTHERS, STATE, config_of
 
 PROMPTS, RESPONSES = [6, 6, 9, 9], [5, 8, 8, 3]  # 3 + 4 prompts
 
@@ -159,7 +159,7 @@ DIFFERS = {family for families in OTHER_PRODUCTS for family in families.split()}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in DIFFERS])
+@pytest.mark.parametrize("family", with_slow([family for family in FAMILIES if family not in DIFFERS], *OTHERS))
 def test_products_and_attention_of_a_family_are_those_that_torch_counts(family):
     """Of a forward pass, a third. Eager attention computes the masked half, too. Keys and values differ in size where
     the family has a size for both."""

@@ -11,7 +11,7 @@ import triton.language as tl
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lib.model import add_lora, fuse_layers, load_model, response_log_probs
-from tests.common import rollout_batch, save_tiny
+from tests.common import rollout_batch, save_tiny, with_slow
 
 SHAPES = {"qwen2": {}, "qwen3": {"head_dim": 16}, "gemma3_text": {"head_dim": 16}}
 FUSED = {"qwen2": (5, 2, 2), "qwen3": (9, 2, 2), "gemma3_text": (0, 0, 2)}  # norms, MLPs, joined queries
@@ -65,7 +65,10 @@ def with_gradients(path: str, dtype: torch.dtype, fused: bool, lora: bool) -> tu
     return {"log-probs": log_probs.detach(), **gradients}, counts
 
 
-@pytest.mark.parametrize(("kind", "lora"), [*((kind, False) for kind in SHAPES), ("qwen2", True)])
+CASES = [*((kind, False) for kind in SHAPES), ("qwen2", True)]
+
+
+@pytest.mark.parametrize(("kind", "lora"), with_slow(CASES, ("qwen2", False), ("gemma3_text", False)))
 def test_log_probs_and_gradients_are_those_of_the_model(process, tmp_path, kind, lora):
     """1e-5 of the size: what sums of some hundred terms in another order give in fp32."""
     run = partial(process.submit, with_gradients, saved(tmp_path, kind), torch.float32)

@@ -24,7 +24,7 @@ from lib.model import (
 from lib.rollout import weight_checksum
 from lib.run.checkpoint import load_checkpoint, save_checkpoint
 from lib.run.export import export_hf
-from tests.common import TOY_MODEL, checkpoint_state, randomize_lora_b, rollout_batch, run_ranks, save_tiny
+from tests.common import TOY_MODEL, checkpoint_state, randomize_lora_b, rollout_batch, run_ranks, save_tiny, with_slow
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
 LORA = {"rank": 4, "alpha": 8, "seed": 3}
@@ -62,30 +62,31 @@ def log_probs_and_gradients(world, path, options):
     return weights, log_probs.detach(), gradients
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "target_modules": r".*\.(q|down)_proj"}])
-def test_log_probs_and_gradients_are_those_of_peft_and_of_the_base_when_off(tmp_path, options):
+@pytest.mark.parametrize(
+    ("size", "options"), [(2, {}), (1, {"gradient_checkpointing": True, "target_modules": r".*\.(q|down)_proj"})]
+)
+def test_log_probs_and_gradients_are_those_of_peft_and_of_the_base_when_off(tmp_path, size, options):
     """Every adapter has a gradient and nothing else has; switched off, the model is the one that was loaded, bit for
     bit, and switched on again it is what it was. 1e-9: fp64 sums in another order."""
     path = save_tiny(tmp_path)
     batch = rollout_batch(PROMPTS, RESPONSES)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=options.get("target_modules", "all-linear"))
     peft = get_peft_model(load_model(path, dtype=torch.float64), config)
-    for size in (1, 2):
-        for rank, (weights, log_probs, gradients) in enumerate(run_ranks(size, log_probs_and_gradients, path, options)):
-            names = {"base_model.model." + name: w for name, w in weights.items()}
-            assert names.keys() == {name for name, p in peft.named_parameters() if p.requires_grad}
-            assert len(names) == (28 if "target_modules" not in options else 8)  # A and B of 7 or 2 in 2 layers
-            peft.load_state_dict(names, strict=False)
-            peft.zero_grad()
-            expected, entropy = response_log_probs(peft.get_base_model(), batch, 0.8)
-            (expected.sum() - 0.1 * entropy.sum()).backward()
-            torch.testing.assert_close(log_probs, expected[rank::size].detach(), rtol=1e-9, atol=1e-10)
-            assert {"base_model.model." + name for name in gradients} == names.keys()
-            for name, p in peft.named_parameters():
-                if p.requires_grad:
-                    ours = gradients[name.removeprefix("base_model.model.")]
-                    torch.testing.assert_close(ours, p.grad, rtol=1e-8, atol=1e-9)
-                    assert ours.count_nonzero() > 0
+    for rank, (weights, log_probs, gradients) in enumerate(run_ranks(size, log_probs_and_gradients, path, options)):
+        names = {"base_model.model." + name: w for name, w in weights.items()}
+        assert names.keys() == {name for name, p in peft.named_parameters() if p.requires_grad}
+        assert len(names) == (28 if "target_modules" not in options else 8)  # A and B of 7 or 2 in 2 layers
+        peft.load_state_dict(names, strict=False)
+        peft.zero_grad()
+        expected, entropy = response_log_probs(peft.get_base_model(), batch, 0.8)
+        (expected.sum() - 0.1 * entropy.sum()).backward()
+        torch.testing.assert_close(log_probs, expected[rank::size].detach(), rtol=1e-9, atol=1e-10)
+        assert {"base_model.model." + name for name in gradients} == names.keys()
+        for name, p in peft.named_parameters():
+            if p.requires_grad:
+                ours = gradients[name.removeprefix("base_model.model.")]
+                torch.testing.assert_close(ours, p.grad, rtol=1e-8, atol=1e-9)
+                assert ours.count_nonzero() > 0
 
 
 def start(world, path):
@@ -119,20 +120,20 @@ def merged(world, path):
     return before, weights
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_merged_weights_have_the_names_and_values_of_pefts_merge(tmp_path, tied):
+@pytest.mark.parametrize(("size", "tied"), [(2, True), (1, False)])
+def test_merged_weights_have_the_names_and_values_of_pefts_merge(tmp_path, size, tied):
     """rtol 1e-12: one product of rank 4 in fp64. The biases of q, k, v in Qwen2 are adapted layers' too."""
     path = save_tiny(tmp_path, tied=tied)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     peft = get_peft_model(load_model(path, dtype=torch.float64), config)
-    (before, one), *two = run_ranks(1, merged, path) + run_ranks(2, merged, path)
+    (before, one), *others = run_ranks(size, merged, path)
     peft.load_state_dict({"base_model.model." + name: w for name, w in before.items()}, strict=False)
     expected = dict(peft.merge_and_unload().named_parameters())
     base = dict(load_model(path, dtype=torch.float64).named_parameters())
     assert base.keys() == expected.keys()
     changed = {name for name in base if not torch.equal(base[name], one[name])}
     assert changed == {name for name in base if name.endswith("proj.weight")}
-    for weights in (one, *(weights for _, weights in two)):
+    for weights in (one, *(weights for _, weights in others)):
         assert list(weights) == list(expected)
         for name, w in weights.items():
             torch.testing.assert_close(w, expected[name].detach(), rtol=1e-12, atol=1e-14)
@@ -274,7 +275,7 @@ def resume(world, path, folder):
     return [{name: adapters(model) for name, (model, _) in part.items()} for part in (models, other)]
 
 
-@pytest.mark.parametrize(("size", "tied"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("size", "tied"), with_slow([(1, False), (2, True)], (1, False)))
 def test_resume_is_exact_and_a_checkpoint_holds_what_trains(tmp_path, size, tied):
     path = save_tiny(tmp_path / "model", tied=tied)
     for straight, resumed in run_ranks(size, resume, path, str(tmp_path)):
@@ -298,7 +299,7 @@ def export(world, path, folder):
     ("size", "more"),
     [
         (2, {"tied": True}),
-        (1, {"cls": LlamaForCausalLM, "config": LlamaConfig, "tied": False}),
+        pytest.param(1, {"cls": LlamaForCausalLM, "config": LlamaConfig, "tied": False}, marks=pytest.mark.slow),
         (2, MOE),
     ],
 )
@@ -404,7 +405,7 @@ def checksums(world, path, replicas):
     return [[weight_checksum(m, t) for t in (torch.float64, torch.bfloat16)] for m in (model, engine)]
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("size", "replicas"), with_slow([(2, 1), (2, 2)], (2, 2)))
 def test_the_checksum_of_adapted_shards_is_that_of_the_whole_merged_weights(tmp_path, size, replicas):
     path = save_tiny(tmp_path)
     [(base, _)] = run_ranks(

@@ -25,15 +25,11 @@ from transformers import (
     Gemma2ForSequenceClassification,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
     Qwen2Model,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from transformers.generation import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -155,48 +151,6 @@ def test_what_sampling_leaves_out_is_out_of_log_probs_and_entropy(tmp_path, more
         torch.testing.assert_close(a, b, rtol=exact, atol=exact)
 
 
-@pytest.mark.parametrize(
-    ("cls", "config", "more"),
-    [
-        (LlamaForCausalLM, LlamaConfig, {}),
-        (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 4, "head_dim": 32, "sliding_window_pattern": 2}),
-        (
-            Qwen3MoeForCausalLM,
-            Qwen3MoeConfig,
-            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        ),
-    ],
-)
-def test_other_architectures(tmp_path, cls, config, more):
-    """Among them sliding windows and experts: a packed row must not see its neighbours, nor further than its window."""
-    path = save_tiny(tmp_path, cls=cls, config=config, **more)
-    model = load_model(path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa")
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    for a, b in zip(response_log_probs(model, batch, 1.0), reference(plain, batch, 1.0)):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # fp32; a leak is of order 1
-
-
-def test_capped_logits_go_through_the_models_own_head(tmp_path):
-    path = save_tiny(tmp_path, **CAPPED)
-    model = load_model(path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    ours = response_log_probs(model, batch, 0.7, sum_pi_squared=True)
-    for a, b in zip(ours, reference(plain, batch, 0.7), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_rows_do_not_depend_on_each_other_or_on_padding(tmp_path):
-    """Trap 5: packing without a block mask lets rows see each other and changes logits by as much as the logits."""
-    model = load_model(save_tiny(tmp_path), dtype=torch.float64)
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    together, _ = response_log_probs(model, batch, 1.0)
-    for i in range(len(batch)):
-        alone, _ = response_log_probs(model, batch[[i]], 1.0)
-        torch.testing.assert_close(alone[0], together[i], rtol=1e-10, atol=1e-11)
-
-
 def test_the_segments_of_an_episode_do_not_see_each_other(tmp_path):
     """A row whose history was rewritten holds several sequences; each is as if it stood in a row of its own."""
     model = load_model(save_tiny(tmp_path), dtype=torch.float64)
@@ -241,7 +195,7 @@ def test_gradient_checkpointing_of_any_number_of_layers_changes_no_bit(tmp_path)
         assert all(torch.equal(none, other) for other in others) and none.any()
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.integers(1, 17),
     st.integers(2, 23),
@@ -272,7 +226,7 @@ TRUNCATIONS = st.builds(Truncation, st.floats(0.01, 1), st.integers(1, 30), st.j
 TRUNCATIONS |= st.sampled_from([Truncation(0.5), Truncation(1.0, 3), Truncation(1.0, 1), Truncation(min_p=0.3)])
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(TRUNCATIONS, st.integers(1, 9), st.floats(0.2, 3), st.integers(0, 10**6), st.sampled_from([2, 3, 1024]))
 def test_truncated_linear_log_probs_value_and_gradient(truncation, chunk, inv_temperature, seed, candidates):
     """Against plain autograd in float64 on the tokens that transformers keeps. Row i is sampled among these, but for
@@ -433,8 +387,7 @@ def train_a_sharded_critic(world, path, folder):
     return before, norm, after, resumed, exported
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_critic_shards_trains_resumes_and_exports_alike_on_any_number_of_ranks(tmp_path, size):
+def test_a_critic_shards_trains_resumes_and_exports_alike_on_two_ranks(tmp_path):
     """From a causal LM: the first values are 0 on each rank. Two ranks split a head of one row: one of them has none.
 
     rtol 1e-7: AdamW's first step is lr * sign(gradient), nearly, so rounding grows where a gradient is near its eps
@@ -449,11 +402,11 @@ def test_a_critic_shards_trains_resumes_and_exports_alike_on_any_number_of_ranks
     optimizer.step()
     expected = response_values(alone, batch).detach()
     assert expected.abs().max() > 0.1
-    results = run_ranks(size, train_a_sharded_critic, path, str(tmp_path / "run"))
+    results = run_ranks(2, train_a_sharded_critic, path, str(tmp_path / "run"))
     for rank, (before, norm, after, resumed, exported) in enumerate(results):
         assert before.count_nonzero() == 0
         assert norm == pytest.approx(expected_norm, rel=1e-9)
-        torch.testing.assert_close(after, expected[rank::size], rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(after, expected[rank::2], rtol=1e-7, atol=1e-9)
         assert torch.equal(resumed, after)
         torch.testing.assert_close(exported, after, rtol=1e-9, atol=1e-10)
 
@@ -535,22 +488,6 @@ def test_a_policy_without_its_head_is_refused(tmp_path):
     assert one_line(error)
 
 
-def sums_of_squares(world, path):
-    model = shard_model(load_model(path), make_mesh(world), torch.float32)
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    off = batched_log_probs(model, batch, 0.8, 20)
-    on = batched_log_probs(model, batch, 0.8, 20, sum_pi_squared=True)
-    return off, on
-
-
-def test_sum_pi_squared_of_a_whole_batch_in_its_own_order(tmp_path):
-    off, on = run_ranks(1, sums_of_squares, save_tiny(tmp_path))[0]
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert len(off) == 2 and all(torch.equal(a, b) for a, b in zip(off, on))
-    squares = reference(plain, rollout_batch(PROMPTS, RESPONSES), 0.8)[2]
-    torch.testing.assert_close(on[2], squares, rtol=1e-4, atol=1e-6)  # fp32; rows differ by 0.01 and more
-
-
 # ---- the reward model's scores -------------------------------------------------------------------
 
 RM_TEMPLATE = "{% for m in messages %}{{ m['role'][:1] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
@@ -607,9 +544,11 @@ def sharded_scores(world, path):
     ("size", "more"),
     [
         (2, {"pad_token": "<|im_end|>"}),
-        (2, {"pad_token": "<pad>"}),
         (1, {"pad_token": None}),
-        (1, {"cls": Gemma2ForSequenceClassification, "config": Gemma2Config, "head_dim": 32}),  # soft-capped attention
+        (
+            1,  # soft-capped attention
+            {"cls": Gemma2ForSequenceClassification, "config": Gemma2Config, "head_dim": 32, "pad_token": "<pad>"},
+        ),
     ],
 )
 def test_scores_are_those_of_single_rows_at_their_last_token_whatever_the_pad_token(tmp_path, size, more):
@@ -664,6 +603,7 @@ def test_rotary_tables_are_those_of_the_config(tmp_path):
     torch.testing.assert_close(model.model.rotary_emb.inv_freq, fresh.model.rotary_emb.inv_freq, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_becomes_a_plain_model_that_can_be_saved_and_reloaded(tmp_path, monkeypatch):
     """SmolLM2-135M-Instruct as a package ships it, 4 bits a weight; two of its 30 layers. The index of seconds is read
     once."""

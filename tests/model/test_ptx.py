@@ -53,6 +53,7 @@ def test_log_probs_are_three_kernels(graphs, tmp_path):
     assert_for_an_h100_without_spills(kernels)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_is_eight_kernels_forward_and_six_backward(graphs, monkeypatch, tmp_path):
     """Around its attention and its matrix products, which are calls of libraries. torch's own operators are some 25."""
     path = save_tiny(tmp_path / "model", cls=LlamaForCausalLM, config=LlamaConfig, num_hidden_layers=1)
@@ -65,8 +66,7 @@ def test_a_compiled_layer_is_eight_kernels_forward_and_six_backward(graphs, monk
     assert_for_an_h100_without_spills(kernels)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("dtype", "backward"), [("bf16", False), ("fp32", True)])
 def test_the_rotary_kernel_rounds_each_product(tmp_path, dtype, backward):
     """To the tensors' dtype, as separate operations do: none is fused with the sum."""
     import lib.model.rotary

@@ -47,6 +47,7 @@ from tests.common import (
     rollouts,
     run_ranks,
     save_tiny,
+    with_slow,
 )
 from tests.core_algos.test_core_algos import counts
 from tests.data.test_batching import tokens
@@ -136,15 +137,10 @@ def assert_exact(path, layouts, tolerance=1e-9, **options):
 
 LAYOUTS = [(2, {"size": 2}), (4, {"size": 2})]
 CASES = {
-    "untied, a key head for two ranks": ({"tied": False}, {}, LAYOUTS),
+    "untied, a key head for two ranks": ({"tied": False}, {}, LAYOUTS[:1]),
     "checkpointing, six key heads on four ranks": (
-        {
-            "cls": Qwen3ForCausalLM,
-            "config": Qwen3Config,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 6,
-            "head_dim": 8,
-        },
+        {"cls": Qwen3ForCausalLM, "config": Qwen3Config}
+        | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8},
         {"checkpointing": True},
         [(4, {"size": 4})],
     ),
@@ -154,13 +150,8 @@ CASES = {
         [(4, {"size": 2, "replicas": 2})],
     ),
     "windows shorter and longer than the prompts": (
-        {
-            "cls": Gemma3ForCausalLM,
-            "config": Gemma3TextConfig,
-            "head_dim": 32,
-            "sliding_window": 6,
-            "sliding_window_pattern": 2,
-        },
+        {"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig}
+        | {"head_dim": 32, "sliding_window": 6, "sliding_window_pattern": 2},
         {},
         LAYOUTS[:1],
     ),
@@ -173,7 +164,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("windows shorter and longer than the prompts", "experts, whose router's softmax is in float32")
+
+
+@pytest.mark.parametrize("case", with_slow(CASES, *SLOW))
 def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, monkeypatch, case):
     """With rows longer than what a rank may run, and micro-batches without a row of some rank."""
     norm = lambda self, x: x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)  # noqa: E731

@@ -51,6 +51,7 @@ from tests.common import (
     run_ranks,
     save_tiny,
     skip_without_vllm,
+    with_slow,
 )
 from tests.model.test_sequence_parallel import assert_exact
 from tests.scripts.test_invariance import groups_batch
@@ -73,7 +74,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_slow(CASES, "windows"))
 def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, monkeypatch, case):
     """With micro-batches without a row of some rank."""
     norm = lambda self, x: x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)  # noqa: E731
@@ -114,7 +115,7 @@ def trained(world, path, folder, tensor, resume=None):
     return norm, clipped, dict(iter_full_params(model)), weight_checksum(model, torch.float32), checkpoint
 
 
-@pytest.mark.parametrize("model", [QWEN3, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", with_slow([QWEN3, EXPERTS], QWEN3), ids=["dense", "experts"])
 def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, model):
     """Written by 2 x 2 ranks and by one, each is resumed by the other. Of six experts a tensor rank has three, which
     FSDP2 splits into two and one. fp32 sums in another order differ by 1e-6; Adam makes the most of it where a gradient

@@ -21,7 +21,7 @@ from lib.model import PACKED, ForwardConfig, Reference, load_model, response_log
 from lib.model.attention import TELL_OF_GROUPS
 from lib.sampling import Sampling
 from lib.setup import get_attention
-from tests.common import TOY_MODEL, run_ranks, tiny_vision, vision_batch
+from tests.common import TOY_MODEL, run_ranks, tiny_vision, vision_batch, with_slow
 from tests.model.test_models import batch_of_groups, load, save, with_gradient
 
 CALLS = []
@@ -94,13 +94,13 @@ FULL, WINDOW = [-1, 0], [3, 0]  # of 4 tokens, the query's own among them
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    {
-        "llama": 4 * [FULL],
-        "mistral": 4 * [WINDOW],
-        "gemma3_text": 2 * [WINDOW, FULL],
-        "qwen3_moe": 4 * [FULL],
-        "qwen3_5_text": 2 * [FULL],
-    }.items(),
+    [
+        pytest.param("llama", 4 * [FULL], marks=pytest.mark.slow),
+        pytest.param("mistral", 4 * [WINDOW], marks=pytest.mark.slow),
+        ("gemma3_text", 2 * [WINDOW, FULL]),
+        pytest.param("qwen3_moe", 4 * [FULL], marks=pytest.mark.slow),
+        ("qwen3_5_text", 2 * [FULL]),
+    ],
 )
 def test_varlen_is_packed_sdpa(tmp_path, family, layers):
     """Log-probs, entropies and gradients, with and without shared prompts; among the families are windows of 4, more
@@ -206,7 +206,7 @@ def test_a_wrong_kernel_is_found_in_the_first_batch_and_all_models_go_on_without
             assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "glm4v", "gemma3", "idefics3"])
+@pytest.mark.parametrize("kind", with_slow(["qwen3_vl", "glm4v", "gemma3", "idefics3"], "glm4v", "idefics3"))
 def test_images_go_through_it_but_those_whose_tokens_see_each_other(tmp_path, kind):
     """The tower's own attention stays SDPA: images have no packed sequences. Gemma's rows are padded."""
     tiny_vision(kind, tmp_path)

@@ -55,10 +55,16 @@ from tests.common import (
     vision_batch,
     vision_inputs,
     vision_types,
+    with_slow,
 )
 
 LAYOUTS = {"shared": {}, "packed": {"share_prompts": False}, "padded": {"padding_free": False}}
 SPARE = 96  # a token that no row has; its embedding is the placeholder's
+
+
+def of_kinds(*fast: str) -> list:
+    """All kinds, of which make test runs `fast`."""
+    return with_slow(VISION, *{*VISION}.difference(fast))
 
 
 def rows_of(kind: str) -> tuple[VisionRow, ...]:
@@ -133,7 +139,7 @@ def weighted(results) -> torch.Tensor:
     return sum((torch.randn(r.shape, generator=g, dtype=r.dtype) * r).sum() for r in results)
 
 
-@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("kind", of_kinds("qwen3_vl", "glm4v", "gemma3", "idefics3"))
 def test_packed_is_shared_is_padded_is_the_models_own_forward_of_each_row(tmp_path, kind):
     """With no image, one, several, videos, equal tokens with other images, and a placeholder sampled as text. Also the
     gradient, of the tower too."""
@@ -155,7 +161,7 @@ def test_packed_is_shared_is_padded_is_the_models_own_forward_of_each_row(tmp_pa
         assert distance(gradients(model, weighted(ours)), expected) < exact, name
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "glm4v", "gemma3", "idefics3"])
+@pytest.mark.parametrize("kind", with_slow(["qwen3_vl", "glm4v", "gemma3", "idefics3"], "glm4v", "idefics3"))
 def test_values_are_those_of_single_rows(tmp_path, kind):
     path = save(kind, tmp_path / "model", tied=True)
     critic, own, batch = load_critic(path, dtype=torch.float64), plain(path), vision_batch(kind, rows_of(kind))
@@ -188,7 +194,7 @@ def count_images(model) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("kind", of_kinds("qwen3_vl", "idefics3"))
 def test_the_images_of_a_shared_prompt_are_encoded_once(tmp_path, kind):
     model, batch = load_model(save(kind, tmp_path)), vision_batch(kind)
     calls = count_images(model)
@@ -204,7 +210,7 @@ def test_the_images_of_a_shared_prompt_are_encoded_once(tmp_path, kind):
     assert calls == []  # no images, no tower
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "glm4v", "gemma3"])
+@pytest.fixture(scope="module", params=with_slow(["qwen3_vl", "glm4v", "gemma3"], "glm4v"))
 def model_of_any_rows(request, tmp_path_factory):
     return load_model(save(request.param, tmp_path_factory.mktemp("model")), dtype=torch.float64)
 
@@ -241,7 +247,9 @@ def test_equal_tokens_with_other_images_share_no_prompt(tmp_path):
     assert "differ from those of the row alone" in said
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava"])
+@pytest.mark.parametrize(
+    "kind", with_slow(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava"], *MROPE[:2], "glm4v")
+)
 def test_images_in_the_response_are_a_tools(tmp_path, kind):
     """Tokens there that are not sampled: their placeholders follow those of the prompt."""
     path = save(kind, tmp_path)
@@ -262,7 +270,7 @@ def test_images_in_the_response_are_a_tools(tmp_path, kind):
     assert run_ranks(1, refusal_of_rows, path, batch) == [None]
 
 
-@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("kind", of_kinds("qwen3_vl", "gemma3"))
 def test_checkpointing_changes_nothing(tmp_path, kind):
     path, batch = save(kind, tmp_path), vision_batch(kind, rows_of(kind))
     found = []
@@ -274,7 +282,7 @@ def test_checkpointing_changes_nothing(tmp_path, kind):
     assert distance(*found) < (1e-12 if kind != "gemma3" else 1e-6)
 
 
-@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("kind", of_kinds("qwen3_vl", "gemma3"))
 def test_prefill_of_padded_prompts(tmp_path, kind):
     """prompt_logits, with and without a cache, is the model's own forward of each prompt."""
     path = save(kind, tmp_path)
@@ -322,7 +330,9 @@ def train_on_ranks(world, path: str, rows: list[list[int]], folder: str) -> tupl
     return grads, log_probs, torch.equal(batched_log_probs(exported, batch, 1.0, 40)[0], log_probs)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "glm4v", "gemma3", "llava"])  # and idefics3 below
+@pytest.mark.parametrize(
+    "kind", with_slow(["qwen2_vl", "qwen3_vl", "glm4v", "gemma3", "llava"], "qwen2_vl", "glm4v", "llava")
+)
 def test_two_ranks_are_one_where_one_has_no_image(tmp_path, kind):
     """The other rank has all of them. Both check their rows, and run as many micro-batches."""
     path = save(kind, tmp_path / "model", tied=kind == "gemma3")
@@ -354,7 +364,7 @@ def critic_on_ranks(world, path: str, rows: list[list[int]]) -> tuple:
     return norm, batched_values(model, batch, 1000)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("kind", with_slow(["qwen3_vl", "idefics3"], "qwen3_vl"))
 def test_a_critic_trains_alike_on_two_ranks_of_which_one_has_no_image(tmp_path, kind):
     path, rows = save(kind, tmp_path), [[0, 3], [6, 7]]
     [(norm, values)] = run_ranks(1, critic_on_ranks, path, [[0, 3, 6, 7]])
@@ -367,7 +377,7 @@ def test_a_critic_trains_alike_on_two_ranks_of_which_one_has_no_image(tmp_path, 
 # ---- what is trained -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", VISION)
+@pytest.mark.parametrize("kind", of_kinds("qwen3_vl", "gemma3", "llava"))
 def test_parts_of_the_vision_half_have_names(tmp_path, kind):
     model = load_model(save(kind, tmp_path))
     tower, projector = vision_names(model, "tower"), vision_names(model, "projector")
@@ -384,7 +394,7 @@ def test_parts_of_the_vision_half_have_names(tmp_path, kind):
     assert len(classes) == 3 and set(classes) < model.fsdp_layer_classes
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "glm4v", "smolvlm"])
+@pytest.mark.parametrize("kind", with_slow(["qwen2_5_vl", "glm4v", "smolvlm"], "qwen2_5_vl"))
 def test_lora_adapts_the_language_part(tmp_path, kind):
     model = add_lora(load_model(save(kind, tmp_path)), rank=2, alpha=4, seed=0)
     adapted = [n for n, p in model.named_parameters() if p.requires_grad]

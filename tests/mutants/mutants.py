@@ -386,11 +386,7 @@ MUTANTS = {
         "sampled_otherwise",
         2,
         [
-            (
-                SAMPLE,
-                f"logits = {KEPT}logits",
-                f"kept = {KEPT}kept",
-            ),
+            (SAMPLE, f"logits = {KEPT}logits", f"kept = {KEPT}kept"),
             ("lib.model.trained:Policy.log_probs", "truncation=s.truncation", "truncation=None"),
         ],
         ["--top-p", "0.7", "--prompts-per-step", "32", "--group-size", "8"],
@@ -400,11 +396,7 @@ MUTANTS = {
         "the engine's log-probs are those of the whole vocabulary",
         "engine_apart",
         1,
-        plant(
-            SAMPLE,
-            f"logits = {KEPT}logits",
-            f"kept = {KEPT}kept",
-        ),
+        plant(SAMPLE, f"logits = {KEPT}logits", f"kept = {KEPT}kept"),
         ["--top-p", "0.7"],
         variant=True,
     ),

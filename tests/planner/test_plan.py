@@ -128,7 +128,7 @@ def simulated(case: dict, kind=Engine) -> tuple[list[Step], list]:
     return simulate(engines, batches(case["lengths"], case["engines"]), **case["run"]), engines
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(cases())
 def test_events_are_the_same_as_token_by_token(case):
     fast, engines = simulated(case)
@@ -137,7 +137,7 @@ def test_events_are_the_same_as_token_by_token(case):
     assert [(e.now, e.busy, e.idle) for e in engines] == [(e.now, e.busy, e.idle) for e in slow_engines]
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(cases())
 def test_no_second_is_lost(case):
     """Of the ranks that train, and of each engine."""
@@ -149,7 +149,7 @@ def test_no_second_is_lost(case):
     assert all(step.seconds == step.sync + step.wait + step.train for step in steps)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(cases(), st.sampled_from(["fixed", "row", "weights", "context", "prefill", "request"]))
 def test_a_faster_engine_is_not_slower_where_nothing_is_in_flight(case, name):
     case["run"]["level"] = 0
@@ -159,7 +159,7 @@ def test_a_faster_engine_is_not_slower_where_nothing_is_in_flight(case, name):
     assert all(new.seconds <= old.seconds for new, old in zip(after, before))
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(cases())
 def test_level_0_is_the_sum_of_its_stages(case):
     case["run"]["level"] = 0
@@ -174,7 +174,7 @@ def test_level_0_is_the_sum_of_its_stages(case):
         assert (step.sync, step.wait, step.train) == (case["run"]["sync"], rollout, case["run"]["train"])
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 60), whole)
 def test_level_1_hides_the_shorter_of_rollout_and_training(length, rows, train, sync):
     """An engine that has room for one batch at a time, whose prefill and requests cost nothing."""

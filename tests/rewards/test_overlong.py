@@ -79,6 +79,7 @@ def test_dapo_trains_alike_with_its_flags_and_with_the_scorer(tmp_path):
     assert of_flags["reward/mean"] == of_scorer["reward/acc/mean"] > of_scorer["reward/mean"]
 
 
+@pytest.mark.slow
 def test_remax_and_validation_score_by_the_limits_of_their_own(tmp_path):
     """Its greedy responses are scored, too. grpo.py and ppo.py: tests/test_your_own.py, tests/test_coming_from.py."""
     val = ["--val-files", str(ROOT / "data/toy/val.jsonl"), "--val-every", "1"]

@@ -114,13 +114,6 @@ def hang_ignoring_signals():
     while True:
         pass
 
-def hang_catching_everything():
-    while True:
-        try:
-            time.sleep(100)
-        except BaseException:
-            pass
-
 def hang_in_c():
     re.match("(a+)+$", "a" * 50 + "b")  # holds the GIL
 
@@ -132,9 +125,6 @@ def print_endlessly():
         print("x" * 10000)
         os.write(2, b"y" * 10000)
 
-def wait_for_input():
-    threading.Event().wait()
-
 def exit_at_once():
     os._exit(3)
 
@@ -143,9 +133,6 @@ def exit_as_if_well():
 
 def segfault():
     ctypes.string_at(0)
-
-def abort():
-    os.abort()
 
 def kill_itself():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -162,11 +149,6 @@ def sys_exit():
 def interrupt():
     raise KeyboardInterrupt
 
-def raise_base():
-    class Odd(BaseException):
-        pass
-    raise Odd("odd")
-
 def raise_error():
     raise ValueError("on purpose")
 
@@ -181,18 +163,11 @@ def take_memory():
     while True:
         hoard.append(bytearray(2**20))
 
-def take_memory_at_once():
-    return bytearray(2**40)
-
 def give_nan():
     return float("nan")
 
 def give_1e38():
     return 1e38
-
-
-def give_inf():
-    return {"score": -float("inf")}
 
 def give_none():
     return None
@@ -200,26 +175,17 @@ def give_none():
 def give_text():
     return "1.0"
 
-def give_list():
-    return [1.0]
-
 def give_no_score():
     return {"acc": 1.0}
 
 def give_lock():
     return {"score": 1.0, "lock": threading.Lock()}
 
-def give_module():
-    return sys
-
 def give_fraction():
     return fractions.Fraction(1, 3)
 
 def give_huge_number():
     return 10**400
-
-def give_more_than_float32():
-    return 1e300
 
 def give_huge_text():
     return {"score": 1.0, "pred": "x" * 2**22}
@@ -244,10 +210,6 @@ def write_everywhere(data):
 
 def write_a_byte():
     write_everywhere(b"x")
-    return 1.0
-
-def write_a_zero():
-    write_everywhere(bytes(1))
     return 1.0
 
 def write_a_byte_and_hang():
@@ -279,10 +241,6 @@ def read_everything():
         except OSError:
             pass
     return 0.5
-
-def leave_child_and_hang():
-    leave_pid(subprocess.Popen(["sleep", "1000"]).pid)
-    hang()
 
 def leave_daemon_and_crash():
     leave_pid(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
@@ -340,64 +298,44 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 KINDS = {
     "hang": ("timeout", "in hang"),
     "hang_ignoring_signals": ("timeout", "stopped after 0.4 s"),
-    "hang_catching_everything": ("timeout", "in hang_catching_everything"),
     "hang_in_c": ("timeout", "in hang_in_c"),
     "stop_itself": ("timeout", "stopped after 0.4 s"),
     "print_endlessly": ("timeout", "in print_endlessly"),
-    "wait_for_input": ("timeout", "in wait_for_input"),
     "write_a_byte": ("crash", "it sent a message of"),
-    "write_a_zero": ("crash", "it sent a message with another checksum"),
     "write_a_byte_and_hang": ("timeout", "in write_a_byte_and_hang"),
     "write_half_a_frame": ("timeout", "in write_half_a_frame"),
     "write_a_huge_frame": ("crash", "it sent a message of 4611686018427387904 bytes"),
     "write_another_checksum": ("crash", "it sent a message with another checksum"),
     "write_an_answer_of_another": ("crash", "it sent an answer to another task"),
-    "leave_child_and_hang": ("timeout", "in leave_child_and_hang"),
     "fork_and_hang_twice": ("timeout", "in fork_and_hang_twice"),
     "fork_and_return_in_the_child": ("timeout", "in fork_and_return_in_the_child"),
     "exit_at_once": ("crash", "exit code 3"),
     "exit_as_if_well": ("crash", "exit code 0"),
     "segfault": ("crash", "SIGSEGV"),
-    "abort": ("crash", "SIGABRT"),
     "kill_itself": ("crash", "SIGKILL"),
     "kill_its_group": ("crash", "SIGKILL"),
     "close_all_files": ("crash", "the process died"),
     "leave_daemon_and_crash": ("crash", "exit code 1"),
     "sys_exit": ("crash", "SystemExit: 0"),
     "interrupt": ("crash", "KeyboardInterrupt"),
-    "raise_base": ("crash", "Odd: odd"),
     "raise_error": ("error", "ValueError: on purpose"),
     "raise_huge_error": ("error", "xxx"),
     "recurse": ("error", "RecursionError"),
     "take_memory": ("error", "MemoryError"),
-    "take_memory_at_once": ("error", "MemoryError"),
     "give_nan": ("error", "the scorer returned nan"),
-    "give_inf": ("error", "the scorer returned -inf"),
     "give_1e38": ("error", "the scorer returned 1e+38; use numbers up to 1e+12"),
     "give_none": ("error", "returned a NoneType as score"),
     "give_text": ("error", "returned a str as score"),
-    "give_list": ("error", "returned a list as score"),
     "give_no_score": ("error", "a dict without \"score\": ['acc']"),
     "give_lock": ("error", "returned a lock besides its score"),
-    "give_module": ("error", "returned a module as score"),
     "give_fraction": ("error", "returned a Fraction as score"),
     "give_huge_number": ("error", "the scorer returned 10000"),
-    "give_more_than_float32": ("error", "the scorer returned 1e+300"),
     "give_huge_text": ("error", "the limit is 1048576"),
     "give_odd_object": ("error", "RuntimeError: no list"),
     "give_itself": ("error", "Circular reference"),
 }
-HARMLESS = [
-    *(
-        "leave_child",
-        "fork_and_return_twice",
-        "change_process",
-        "read_everything",
-        "close_stdout",
-        "move_to_another_group",
-        "start_thread",
-    ),
-]
+HARMLESS = ["leave_child", "fork_and_return_twice", "change_process", "read_everything", "close_stdout"]
+HARMLESS += ["move_to_another_group", "start_thread"]
 
 
 @pytest.fixture(scope="module")
@@ -762,7 +700,7 @@ def hanging_trainer(tmp_path) -> tuple[subprocess.Popen, psutil.Process, list[ps
     return trainer, supervisor, supervisor.children(recursive=True)
 
 
-@pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, "stopped"])
+@pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGINT, "stopped"])
 def test_no_process_outlives_the_trainer(tmp_path, dies_by):
     """Also where the supervisor was stopped before."""
     trainer, supervisor, workers = hanging_trainer(tmp_path)
@@ -1520,38 +1458,18 @@ def text_of(responses: list[list[int]], mask: list[list[int]], tokenizer) -> lis
     return RewardManager([], tokenizer, workers=0)._texts(torch.tensor(responses), torch.tensor(mask))
 
 
-KEPT = [
-    "<think>",
-    "</think>",
-    "[THINK]",
-    "<tool_call>",
-    "<|tool_call_begin|>",
-    "<|python_tag|>",
-    "<|channel|>",
-    "<answer>",
-]
-LEFT_OUT = [
-    "</s>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<end_of_turn>",
-    "<|image_pad|>",
-    "<|user|>",
-    "<|call|>",
-]
+KEPT = ["<think>", "</think>", "[THINK]", "<tool_call>", "<|tool_call_begin|>", "<|python_tag|>", "<|channel|>"]
+KEPT.append("<answer>")
+LEFT_OUT = ["</s>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|image_pad|>", "<|user|>"]
+LEFT_OUT.append("<|call|>")
 
 
 def test_a_scorer_gets_the_special_tokens_that_a_response_consists_of():
     tokenizer = load_tokenizer(TOY_MODEL)
     tokenizer.add_special_tokens({"extra_special_tokens": [*KEPT, *LEFT_OUT]})
     for mark in [*KEPT, *LEFT_OUT, tokenizer.eos_token, tokenizer.pad_token]:
-        ids = [
-            *tokenizer.encode("1"),
-            tokenizer.convert_tokens_to_ids(mark),
-            *tokenizer.encode("=4"),
-            tokenizer.eos_token_id,
-        ]
+        ids = [*tokenizer.encode("1"), tokenizer.convert_tokens_to_ids(mark), *tokenizer.encode("=4")]
+        ids.append(tokenizer.eos_token_id)
         text = f"1{mark}=4" if mark in KEPT else "1=4"
         assert text_of([ids], [[1] * len(ids)], tokenizer) == [text], mark
 

@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ from lib.reward.scorers import load_scorers
 from lib.sandbox import client
 from rewards import code
 from rewards import math as math_reward
-from tests.common import ROOT
+from tests.common import ROOT, with_slow
 
 LEVELS = ["namespaces", "landlock", "rlimits"]
 REASONS = ["wrong", "error", "crash", "timeout"]
@@ -40,7 +41,7 @@ def reasons(result) -> dict:
     return {reason: result[reason] for reason in REASONS if result[reason]}
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture
 def level(request, monkeypatch):
     """Each level of the sandbox that works on this machine."""
     spec = code.make_spec(level=request.param, form="stdin", program="print(input())")
@@ -813,12 +814,22 @@ def port():
         server.shutdown()
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+def at_levels(programs, *slow: tuple[str, str]):
+    """Each program at each level; `slow` are run by make test-slow only."""
+    return pytest.mark.parametrize(("name", "level"), with_slow(product(programs, LEVELS), *slow), indirect=["level"])
+
+
+# what each level prevents in a way of its own
+OF_LEVELS = {"fork bomb", "memory bomb", "huge file", "connect", "unix socket", "kill everything", "ptrace init"}
+OF_LEVELS |= {"child that outlives", "search of processes", "new namespace", "unlimited shared memory"}
+
+
+@at_levels(HOSTILE, *product(HOSTILE.keys() - OF_LEVELS, LEVELS[1:]))
 def test_hostile_program(name, level, port):
     hostile_scores_zero(name, HOSTILE[name].replace("PORT", port))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@at_levels(SCRIPTS, *product(SCRIPTS, LEVELS[1:]))
 def test_hostile_script(name, level):
     assert score(SCRIPTS[name], {"inputs": ["3"], "outputs": ["4"]}, timeout=2.0)["score"] == 0.0
     assert score(SUM, {"inputs": ["1 3"], "outputs": ["4"]})["score"] == 1.0
@@ -856,7 +867,7 @@ def test_a_setup_that_the_program_fails():
     assert reasons(score(HEIGHT.replace("self.value", "1 / 0; self.value"), truth, partial=True)) == {"error": 2}
 
 
-@pytest.mark.parametrize("name", FILES)
+@at_levels(FILES)
 def test_files_of_others(name, level):
     if level == "rlimits":
         pytest.skip("this level keeps no program from the user's files, as its warning says")
@@ -885,7 +896,7 @@ def outside(tmp_path_factory):
         process.kill()
 
 
-@pytest.mark.parametrize("name", REACHING)
+@at_levels(REACHING, *product(REACHING, LEVELS[:2]))  # the last level has the fewest means
 def test_what_a_program_reaches_outside(name, level, outside):
     process, file, server = outside
 
@@ -908,7 +919,7 @@ def test_what_a_program_reaches_outside(name, level, outside):
         server.recv(1)
 
 
-@pytest.mark.parametrize("name", ORDINARY)
+@at_levels(ORDINARY, *product(ORDINARY, LEVELS[1:2]))
 def test_ordinary_programs_run(name, level):
     result = score(ORDINARY[name], ["assert f(3) == 4"])
     assert result["score"] == 1.0, reasons(result)
@@ -982,16 +993,7 @@ def test_without_privileges(who):
         if not unshare and ctypes.CDLL(None).prctl(24, 21, 0, 0, 0):  # PR_CAPBSET_DROP, for what is executed now
             raise OSError("the capability stays")
 
-    names = [
-        "sys.exit(0)",
-        "connect",
-        "memory bomb",
-        "fork bomb",
-        "write outside",
-        "read /etc/passwd",
-        "mount",
-        "new namespace",
-    ]
+    names = ["connect", "memory bomb", "fork bomb", "write outside", "read /etc/passwd", "mount", "new namespace"]
     programs = [RIGHT, *({**HOSTILE, **FILES}[name].replace("PORT", "80") for name in names), RIGHT]
     script = """
 import json, os, sys
@@ -1071,17 +1073,18 @@ def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
 SECRET = "the truth of this row"
 
 
+@pytest.mark.parametrize("level", LEVELS, indirect=True)
 def test_a_function_in_the_sandbox_knows_its_argument_and_nothing_else(level, monkeypatch):
     monkeypatch.setenv("PLAINRL_TEST", SECRET)
+    parts = [[SECRET[:5], SECRET[5:]], ["test_", "code"]]
     for _ in range(2):  # the second by the same sandbox, in a process of its own
-        seen = client.evaluate(
-            "tests.sandbox.in_sandbox:look_around", [[SECRET[:5], SECRET[5:]], ["test_", "code"]], 10
-        )
+        seen = client.evaluate("tests.sandbox.in_sandbox:look_around", parts, 10)
         assert seen["found"] == [] and seen["calls"] == 1
         assert seen["reached"] == [] or level == "rlimits"
         assert "network" not in seen["reached"]
 
 
+@pytest.mark.parametrize("level", LEVELS[:1], indirect=True)
 @pytest.mark.parametrize("how", ["hang", "exit", "raise", "no JSON", "write"])
 def test_a_function_that_misbehaves_costs_its_own_argument(how, level):
     before = sandbox_processes()

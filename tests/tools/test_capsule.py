@@ -129,6 +129,7 @@ def test_the_weights_of_the_step_repeat_all_metrics(run, tmp_path, capsys):
     assert int(said.split()[1]) > 40
 
 
+@pytest.mark.slow
 def test_a_step_of_an_agent_without_a_scorer_replays(tmp_path, capsys):
     """A replay has no agent, and the rewards of turns in their weight. The data source is a file's path."""
     (tmp_path / "solve.py").write_text(AGENT)
@@ -270,13 +271,7 @@ def test_a_step_that_was_not_recorded_is_repeated_by_a_command(saved, resumed, t
     for step in saved:
         (run / f"checkpoints/step_{step:06d}").mkdir(parents=True)
     run.mkdir(exist_ok=True)
-    flags = {
-        "lr": 3e-4,
-        "total_steps": 90,
-        "run_name": "a run",
-        "resume": "auto",
-        "model": TOY_MODEL,
-    }
+    flags = {"lr": 3e-4, "total_steps": 90, "run_name": "a run", "resume": "auto", "model": TOY_MODEL}
     flags |= {"train_files": [str(ROOT / "data/toy/train.jsonl")]}
     (run / "config.json").write_text(json.dumps(flags | {"script": "grpo.py", "lr_schedule": "constant"}))
     with pytest.raises(

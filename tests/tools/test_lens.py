@@ -12,16 +12,8 @@ from tests.mutants.planting import run
 from tools import lens
 from tools.page.lens import read_lens
 
-SIZES = [
-    "--num-mini-batches",
-    "2",
-    "--total-steps",
-    "2",
-    "--lr",
-    "1e-4",
-    "--prompts-per-step",
-    "24",
-]  # so that ratios leave 1
+SIZES = ["--num-mini-batches", "2", "--total-steps", "2", "--lr", "1e-4"]  # so that ratios leave 1
+SIZES += ["--prompts-per-step", "24"]
 CHOICES = ("--clip-ratio-low 0.2", "--loss-agg-mode token-sum", "--loss gspo", "--old-log-probs rollout")
 
 

@@ -25,7 +25,7 @@ from lib.model import add_lora, load_model, log_probs_of
 from lib.model.log_probs import _of_tokens
 from lib.model.vision import cache_keyword
 from lib.sampling import Sampling
-from tests.common import ROOT, TOY_MODEL, randomize_lora_b
+from tests.common import ROOT, TOY_MODEL, randomize_lora_b, with_slow
 from tests.mutants.planting import run
 from tools import mismatch
 from tools.mismatch import Args, Batch, Gap
@@ -154,7 +154,9 @@ def test_versions_of_each_token_as_of_an_asynchronous_run(step, group):
     assert not report.notes and {row.engine for row in report.rows if row.cause == "staleness"} == {"of each token"}
 
 
-@pytest.mark.parametrize("what, sampling", [("filters", Sampling(16, 0.8)), ("all", Sampling(16))])
+@pytest.mark.parametrize(
+    "what, sampling", with_slow([("filters", Sampling(16, 0.8)), ("all", Sampling(16))], ("all", Sampling(16)))
+)
 def test_log_probs_before_the_sampling_filters(step, group, what, sampling):
     batch, _ = step
     report = planted(batch, rows_of(batch, plain_model(batch.versions[1]), sampling))

@@ -27,7 +27,7 @@ from PIL import Image
 from benchmarks.run_page import SCHEMA, response_row, write_rollouts, write_run
 from lib import InputError
 from lib.run.lock import take_lock
-from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
+from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran, with_slow
 from tests.tools.browser import launch_options, why_no_browser
 from tests.tools.test_compare import write as write_compared
 from tools import compare
@@ -39,15 +39,8 @@ from tools.page.write import UPLOT, as_script, sections
 
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
-    *(
-        "--val-files",
-        str(ROOT / "data/toy_tools/val.jsonl"),
-        "--max-prompt-length",
-        "32",
-        "--max-response-length",
-        "48",
-    ),
-    *("--multi-turn.max-turns", "3"),
+    *("--val-files", str(ROOT / "data/toy_tools/val.jsonl"), "--multi-turn.max-turns", "3"),
+    *("--max-prompt-length", "32", "--max-response-length", "48"),
 ]
 CALCULATOR = """
 from agent.tools.builtin import calculator as right
@@ -227,6 +220,7 @@ def test_hovering_and_arrow_keys_show_the_numbers_of_a_token(toy, visit):
     assert page.locator("#tip").is_hidden()
 
 
+@pytest.mark.slow
 def test_tokens_take_the_colour_of_their_number(toy, visit):
     page = visit(toy)
     see_samples(page, kind="train")
@@ -243,6 +237,7 @@ def test_tokens_take_the_colour_of_their_number(toy, visit):
     assert page.locator("#cards .p8, #cards .n8").count() == 0
 
 
+@pytest.mark.slow
 def test_turns_are_a_conversation(tools, visit):
     page = visit(tools)
     row = next(row for row in rows_of(tools) if len(row["turns"]) == 3)
@@ -310,6 +305,7 @@ def test_filters_find_what_the_files_hold(made, visit):
     page.locator(".sample-group:first-child", has_text=f"mean score {worst:g}").wait_for()
 
 
+@pytest.mark.slow
 def test_one_prompt_over_all_steps(made, visit):
     page = visit(made / "a")
     see_samples(page, kind="val")
@@ -342,6 +338,7 @@ def seen(tmp_path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_prompts_of_equal_text_are_apart_and_show_their_images(seen, visit):
     page = visit(seen)
     see_samples(page, kind="val")
@@ -431,6 +428,7 @@ def test_runs_of_one_name_are_told_apart(made, tmp_path):
     assert [run["name"] for run in data["runs"]] == [str(made / "a"), str(other)]
 
 
+@pytest.mark.slow
 def test_times_of_two_runs_have_one_scale_and_other_its_own_colour(made, visit, tmp_path):
     slow = write_run(tmp_path / "slow", 3, 1, 2)
     stages = dict.fromkeys([f"timing_s/stage_{i}" for i in range(9)], 10.0)
@@ -447,6 +445,7 @@ def test_times_of_two_runs_have_one_scale_and_other_its_own_colour(made, visit, 
     assert names[-1].startswith("other ") and colours.count(colours[-1]) == 1
 
 
+@pytest.mark.slow
 def test_confidence_intervals_are_bands_and_no_curves(made, visit):
     page = visit(made / "a")
     names = page.locator("figcaption b").all_text_contents()
@@ -524,13 +523,14 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", with_slow(["light", "dark"], "light"))
 def test_text_stands_out_in_both_themes(made, visit, scheme):
     """WCAG AA: 4.5 to 1."""
     page = visit(made / "a", color_scheme=scheme)
     assert {pair: round(ratio, 2) for pair, ratio in page.evaluate(CONTRAST).items() if ratio < 4.5} == {}
 
 
+@pytest.mark.slow
 def test_the_theme_follows_the_system_until_it_is_chosen(made, visit):
     page = visit(made / "a", color_scheme="dark")
     background = "getComputedStyle(document.documentElement).backgroundColor"
@@ -543,7 +543,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen(made, visit):
     assert page.get_by_role("button", name="Colours: dark").count() == 1 and page.evaluate(background) == dark
 
 
-@pytest.mark.parametrize("runs", ["toy", "tools", "hostile"])
+@pytest.mark.parametrize("runs", with_slow(["toy", "tools", "hostile"], "toy", "tools"))
 def test_a_phone_scrolls_in_one_direction(runs, visit, request):
     page = visit(request.getfixturevalue(runs), viewport={"width": 360, "height": 740})
     page.click("#open-all")
@@ -556,6 +556,7 @@ def test_a_phone_scrolls_in_one_direction(runs, visit, request):
     assert page.evaluate(f"[...document.querySelectorAll('main *')].filter({wide}).map((e) => e.outerHTML)") == []
 
 
+@pytest.mark.slow
 def test_everything_can_be_reached_by_keyboard(made, visit):
     """From the top of the page by Tab alone; each stop shows its focus."""
     page = visit(made / "a")
@@ -577,7 +578,7 @@ def test_everything_can_be_reached_by_keyboard(made, visit):
 # ---- the first screen, sweeps, two responses -------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", with_slow([1280, 390], 390))
 def test_the_first_screen_has_results_a_curve_and_samples(made, visit, width):
     page = visit(made / "a", viewport={"width": width, "height": 900})
     page.locator("#first canvas").wait_for()
@@ -612,6 +613,7 @@ def write_sweep(folder: Path, settings: int, seeds: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_folder_of_200_runs_is_a_table_of_flags_and_results(tmp_path, visit):
     page = visit(write_sweep(tmp_path / "sweep", 100, 2))
     heads = page.locator("#first th").all_inner_texts()
@@ -641,6 +643,7 @@ def test_a_served_folder_of_runs_grows_and_an_empty_one_is_one_line(tmp_path):
         Pages((tmp_path / "empty",), 1e6).fresh()
 
 
+@pytest.mark.slow
 def test_two_responses_are_compared_token_by_token(made, tmp_path, visit):
     runs = []
     for name, response in (("one", "8,15,14=1458 end"), ("two", "8,15,13,14=1458")):
@@ -685,6 +688,7 @@ def test_a_run_is_running_while_a_process_has_its_lock(tmp_path):
     assert read_run(run)["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_run_without_training_samples_says_how_to_keep_them(made, visit, tmp_path):
     run = write_run(tmp_path / "old", 2, 1, 2)
     for file in (run / "rollouts").iterdir():
@@ -695,6 +699,7 @@ def test_a_run_without_training_samples_says_how_to_keep_them(made, visit, tmp_p
     assert "not recorded" in page.inner_text(".run")
 
 
+@pytest.mark.slow
 def test_an_empty_run(tmp_path, visit):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text('{"script": "grpo.py", "seed": 1, "total_steps": 5}')
@@ -778,19 +783,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["by", "tokens", "a"]), inner),
     max_leaves=5,
 )
-NAMES = [
-    "step",
-    "nonfinite",
-    "turns",
-    "images",
-    "tool_errors",
-    "row_hash",
-    "index",
-    "score",
-    "prompt",
-    "timing_s/step",
-    "val/a/ci_low",
-]
+NAMES = ["step", "nonfinite", "turns", "images", "tool_errors", "row_hash", "index", "score", "prompt"]
+NAMES += ["timing_s/step", "val/a/ci_low"]
 ROW = st.fixed_dictionaries({"step": st.integers(0, 3) | JSON}, optional=dict.fromkeys(NAMES[1:], JSON))
 CONFIG = st.dictionaries(st.sampled_from(["script", "seed", "total_steps", "history", "lr"]), JSON)
 START = st.dictionaries(st.sampled_from(["command", "commit", "packages", "flags", "python", "untracked"]), JSON)
@@ -996,6 +990,7 @@ def test_a_connection_without_a_request_is_closed(made, monkeypatch):
         server.server_close()
 
 
+@pytest.mark.slow
 def test_the_measurement_runs(browser):
     """benchmarks/run_page.py, at toy size."""
     words = [*PYTHON, "-m", "benchmarks.run_page", "--steps", "2", "--tokens", "20"]
@@ -1039,6 +1034,7 @@ def test_any_beginning_is_spread_over_all(n, data):
 # ---- comparisons, and gradients of other flags ---------------------------------------------------
 
 
+@pytest.mark.slow
 def test_settings_with_the_same_seeds_are_compared_on_the_page(tmp_path, made, visit, capsys):
     folders = [
         write_compared(tmp_path / f"{name}{seed}", seed, lr)
@@ -1059,6 +1055,7 @@ APART = {"row": 3, "position": 4, "token": "<b>", "context": "a\n", "prompt": ""
 APART |= {"coefficient": -0.25, "recorded": 0.125}
 
 
+@pytest.mark.slow
 def test_the_gradients_of_other_flags_are_curves_and_a_table(tmp_path, visit):
     folder = write_run(tmp_path / "run", 2, 1, 5)
     updates = [
