@@ -26,14 +26,12 @@ def test_labels_are_the_most_frequent_answers(module_of):
             return SimpleNamespace(add_to=lambda batch: ({"pred": preds}, {"failures": 0}))
 
         found = module_of("ttrl").vote(SimpleNamespace(any_truth="0"), SimpleNamespace(submit=submit), batch, 1)
-        votes = 0
         for group in {*groups}:
             own = [answer for g, answer in zip(groups, answers) if g == group and answer]
             label, most = "0", 0
             for answer in own:
                 if own.count(answer) > most:
                     label, most = answer, own.count(answer)
-            votes += most
             labels = batch.non_tensor_batch["reward_model"][[g == group for g in groups]]
             assert [row["ground_truth"] for row in labels] == [label] * groups.count(group)
-        assert found == {"failures": 0, "reward/majority_share": (votes, n)} and {*seen} == {"0"}
+        assert found == {"failures": 0} and {*seen} == {"0"}
