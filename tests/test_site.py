@@ -57,6 +57,12 @@ def browser(site):
     server.server_close()
 
 
+def test_it_is_small(site):
+    """Pages of code are plain: with the theme and colours they took 43 MB."""
+    assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) < 20_000_000
+    assert "unpkg.com" not in read(site, "index")
+
+
 def read(site, name: str) -> str:
     return (site / f"{name}.html").read_text()
 
@@ -95,6 +101,7 @@ def test_pages_fit_and_ask_nobody_else(browser):
 @pytest.mark.parametrize("place", ["index.html", "file://{site}/index.html"], ids=["server", "disk"])
 def test_search_finds_a_flag_and_not_the_code(browser, site, place):
     page = browser[0](place.format(site=site))
+    page.get_by_text("Type to start searching").wait_for(state="attached")  # the index is read
     page.locator("input.md-search__input").fill("zero-variance")
     page.locator(".md-search-result__link").first.wait_for()
     found = [link.get_attribute("href") for link in page.locator(".md-search-result__link").all()]
