@@ -45,7 +45,7 @@ span::before {{ content: counter(line); display: inline-block; width: 4ch; margi
 <pre>{lines}</pre>
 """
 LARGEST_CODE = 200_000  # bytes of a page
-RECORDS = ROOT / "benchmarks/results"  # which are no pages
+RECORDS = ROOT / "benchmarks/results"  # of which only the tables are pages
 
 
 # ---- pages ---------------------------------------------------------------------------------------
@@ -75,7 +75,8 @@ def target(place: Path, link: re.Match) -> Path | None:
 
 def is_code(path: Path) -> bool:
     """Whether it becomes a page that no other page is."""
-    inside = path.is_relative_to(ROOT / "docs") or path in PAGE_OF or path.is_relative_to(RECORDS)
+    record = path.is_relative_to(RECORDS) and path.suffix != ".md"
+    inside = path.is_relative_to(ROOT / "docs") or path in PAGE_OF or record
     return not inside and path.is_file() and path.stat().st_size < LARGEST_CODE
 
 

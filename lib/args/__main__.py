@@ -24,9 +24,9 @@ own need not be there. `python -m lib.args` writes this section.
 OF_DECLARED = """
 ### Losses, estimators and token masks
 
-Hyper-parameters are words NAME=VALUE of `--loss-kwargs` and `--adv-kwargs`, here with their defaults; a token mask takes
-its only one as `--token-masks NAME=VALUE`. Those with a star have no effect while the ratio is 1, as with one update a
-step. Formulas: [algorithms.md](algorithms.md).
+Hyper-parameters are words NAME=VALUE of `--loss-kwargs` and `--adv-kwargs`, here with their defaults; a token mask
+takes its only one as `--token-masks m2po=0.04`. Those with a star have no effect while the ratio is 1, as with one
+update a step. Formulas: [algorithms.md](algorithms.md).
 
 | choice | hyper-parameters | columns that it reads |
 |---|---|---|
