@@ -102,9 +102,8 @@ def test_pages_fit_and_ask_nobody_else(browser):
 @pytest.mark.parametrize("place", ["index.html", "file://{site}/index.html"], ids=["server", "disk"])
 def test_search_finds_a_flag_and_not_the_code(browser, site, place):
     page = browser[0](place.format(site=site))
-    page.get_by_text("Type to start searching").wait_for(state="attached")  # the index is read
-    page.locator("input.md-search__input").fill("zero-variance")
-    page.locator(".md-search-result__link").first.wait_for()
+    page.locator("input.md-search__input").press_sequentially("zero-variance")  # it listens to keys
+    page.locator(".md-search-result__link").first.wait_for(timeout=120_000)
     found = [link.get_attribute("href") for link in page.locator(".md-search-result__link").all()]
     assert any("flags" in url for url in found) and not any("/code/" in url for url in found)
 
