@@ -37,12 +37,14 @@ says what follows from them. `python -m benchmarks.all_runs > benchmarks/results
 
 Exact bias and variance of estimators, losses and corrections: [estimators.md](estimators.md)."""
 
-RARE = "Comparison where right samples are rare"
-RARE_HEAD = """\
+RARE = """\
+## Comparison where right samples are rare
+
 Verdicts of [tools/compare.py](../../tools/compare.py) by seed, against grpo; in the groups of several updates, of 256
 prompts and of asynchronous rollouts against the first row of the group; ppo and dapo against four updates."""
-LONG = "Comparison with ratios away from 1"
-LONG_HEAD = """\
+LONG = """\
+## Comparison with ratios away from 1
+
 Running totals, 30 steps of 128 responses. The accuracy is the mean of three data sources of 64 held-out lists each;
 clipped tokens (`actor/pg_clipfrac`) and KL (`actor/ppo_kl`) are means over all updates."""
 
@@ -157,8 +159,8 @@ def page() -> str:
             "| script | setting | seeds | before | after | steps | CPU s | commit | record |",
         ]
         lines += ["|---" * 9 + "|", *(line(row) for row in all_rows if row.task == task)]
-    lines += ["", f"## {RARE}", "", RARE_HEAD, "", comparison.table(comparison.results())]
-    lines += ["", f"## {LONG}", "", LONG_HEAD, "", comparison.long_table()]
+    lines += ["", RARE, "", comparison.table(comparison.results())]
+    lines += ["", LONG, "", comparison.long_table()]
     return "\n".join(lines)
 
 
