@@ -90,7 +90,7 @@ def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path, monkeypatc
     assert len({*accuracy}) == 3  # each checkpoint has weights of its own
 
 
-@pytest.mark.parametrize("name, page", [("toy", "performance"), ("pretrained", "pretrained")])
+@pytest.mark.parametrize("name, page", [("toy", "performance"), ("pretrained", "results")])
 def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(name, page, tmp_path):
     record = json.loads(vs_trl_learn.TASKS[name].record.read_text())
     vs_trl_learn.draw(name, tmp_path / "curve.png")
@@ -116,10 +116,9 @@ def test_grpo_and_trl_learn_the_same_from_the_same_samples(tmp_path):
 
 
 def test_tables_of_the_documents_are_those_of_their_records():
-    page = (ROOT / "docs/comparison.md").read_text()
-    for table in (comparison.table(comparison.results()), comparison.rate_table(), comparison.long_table()):
-        assert table in page
-    assert pretrained.table(pretrained.records()) in (ROOT / "docs/pretrained.md").read_text()
+    page = (ROOT / "docs/results.md").read_text()
+    assert comparison.rate_table() in page
+    assert pretrained.table(pretrained.records()) in page
 
 
 def has_seeds(record) -> bool:
@@ -129,14 +128,15 @@ def has_seeds(record) -> bool:
     return isinstance(record, list) and any(map(has_seeds, record))
 
 
-def test_the_page_of_results_is_that_of_all_records():
-    page, folder = (ROOT / "docs/results.md").read_text(), ROOT / "benchmarks/results"
-    assert page == all_runs.page() + "\n", "python -m benchmarks.all_runs > docs/results.md"
+def test_the_page_of_records_has_all_of_them():
+    folder = ROOT / "benchmarks/results"
+    page = (folder / "README.md").read_text()
+    assert page == all_runs.page() + "\n", "python -m benchmarks.all_runs > benchmarks/results/README.md"
     of_runs = [file for file in folder.glob("*.json") if has_seeds(json.loads(file.read_text()))]
     of_runs += [*folder.glob("pretrained/*.jsonl"), comparison.LONG_RECORD]
     assert len(of_runs) > 15
     for file in of_runs:
-        assert f"](../benchmarks/results/{file.relative_to(folder)})" in page, "a record is not on the page"
+        assert f"]({file.relative_to(folder)})" in page, "a record is not on the page"
     [pretrained_ppo] = [row for row in all_runs.rows() if row.record == "pretrained/ppo_2.jsonl"]
     assert all_runs.line(pretrained_ppo).startswith("| ppo.py | vllm | 2 | 0.12 | 0.25 | 40 |  | 5fc8910 |")  # by hand
 
@@ -215,7 +215,7 @@ def test_accuracies_of_long_responses_are_means_of_the_sources():
 
 
 def test_commands_of_the_pretrained_page_are_those_of_its_benchmark():
-    page = (ROOT / "docs/pretrained.md").read_text()
+    page = (ROOT / "docs/results.md").read_text()
     words = {word for block in re.findall(r"```bash\n(.*?)```", page, re.S) for word in shlex.split(block)}
     for flags in (pretrained.DATA, pretrained.RUNS["grpo"], pretrained.FLAGS):
         assert set(shlex.split(flags)) <= words

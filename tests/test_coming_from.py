@@ -74,7 +74,7 @@ def write_files(folder: Path) -> None:
 def test_commands_run(page, model, tmp_path):
     scorers(page, tmp_path)
     write_files(tmp_path)
-    runs = commands(page)
+    runs = commands(page.read_text())
     assert len(runs) == {"coming_from_trl": 2, "coming_from_verl": 4}[page.stem]
     for number, run in enumerate(runs):
         words = [re.sub(r"^(\w+\.py):", rf"{tmp_path}/\1:", word) for word in in_folder(run.words, tmp_path)]

@@ -84,7 +84,7 @@ def test_vllm_loads_the_exported_model(default_run):
 
 
 def test_every_metric_is_explained(default_run):
-    assert unexplained_metrics(default_run[0], "grpo.md") == []
+    assert unexplained_metrics(default_run[0], "metrics.md") == []
 
 
 def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_run):

@@ -94,7 +94,7 @@ def test_a_run_leaves_what_it_promises(default_run, script):
 
 @pytest.mark.parametrize("script", SIBLINGS)
 def test_every_metric_is_explained(default_run, script):
-    assert unexplained_metrics(default_run(script), f"{script}.md", "grpo.md") == []
+    assert unexplained_metrics(default_run(script), "metrics.md") == []
 
 
 @pytest.mark.parametrize("script", SIBLINGS)
@@ -532,7 +532,7 @@ def test_the_calculator_is_learnt(tmp_path):
     calls = [row["agent/tool_calls_mean"] for row in rows if "agent/tool_calls_mean" in row]
     assert before < 0.05 and after >= 0.9
     assert calls[0] < 0.3 and calls[-1] > 0.8  # of samples at temperature 1, still rising
-    assert unexplained_metrics(tmp_path / "run", "grpo.md", "multi_turn.md") == []
+    assert unexplained_metrics(tmp_path / "run", "metrics.md", "multi_turn.md") == []
     sample = json.loads((tmp_path / "run/samples.jsonl").read_text().splitlines()[-1])
     assert [turn["by"] for turn in sample["turns"]] == ["policy", "environment", "policy"]
     assert "".join(turn["text"] for turn in sample["turns"]) == sample["response"]
