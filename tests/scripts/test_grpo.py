@@ -452,7 +452,9 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     ),
     "no scorer": (lambda t: trained_on(t, ROW | {"data_source": "mine"}), "no scorer for data_source 'mine'"),
     "no ground truth": (
-        lambda t: ["--val-files", write(t / "a.jsonl", ROW, ROW | {"reward_model": {"style": "rule"}})],
+        lambda t: [
+            *("--val-files", write(t / "a.jsonl", ROW, ROW | {"reward_model": {"style": "rule"}}), "--val-every", "1")
+        ],
         "a.jsonl row 1: 'reward_model' has no 'ground_truth'",
     ),
     "turns without a chat template": (
