@@ -448,9 +448,8 @@ def jobs(tmp_path_factory):
     (folder / "probe.py").write_text(PROBE)
 
     def job(launcher: list[str], name: str) -> tuple[subprocess.Popen, Path]:
-        return start(
-            [*launcher, str(folder / "probe.py"), name, str(folder / f"{name}-")], folder / name
-        ), folder / name
+        log = folder / name
+        return start([*launcher, str(folder / "probe.py"), name, f"{log}-"], log), log
 
     return job
 
