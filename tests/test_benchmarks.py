@@ -1,14 +1,12 @@
 """benchmarks/ at toy size: they run, on the same work on both sides; nothing is said about times."""
 
 import json
-import re
-import shlex
 
 import pytest
 
 from benchmarks import all_runs, comparison, pretrained, vs_trl, vs_trl_learn
 from benchmarks.curves import ACCURACY
-from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, compare, run_plainrl, skewed_lengths, steps_of_run
+from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, run_plainrl, skewed_lengths, steps_of_run
 from tests.common import ROOT, fork_module, ran, with_slow
 
 SMALL = {  # ranks, flags
@@ -66,17 +64,6 @@ def test_the_skewed_lengths_are_those_of_the_docstring():
     assert max(lengths) == 128 and sum(n < 20 for n in lengths) == 8
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm"])
-def test_grpo_and_trl_are_compared(engine, tmp_path):
-    pytest.importorskip("trl", reason="TRL has a virtual environment of its own")
-    compare(("toy",), (engine,), rounds=1, steps=1, output=tmp_path / "vs_trl.json")
-    record = json.loads((tmp_path / "vs_trl.json").read_text())[f"toy/{engine}"]
-    assert record["trl_version"] and record["rows"] == 16
-    for suffix in ["", "_bfloat16"] if engine == "vllm" else [""]:
-        ratio, theirs = record[f"ratio{suffix}"], record[f"trl{suffix}"]
-        assert all(ratio[key] == theirs[key] / record["plainrl"][key] > 0 for key in METRICS)
-
-
 def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path, monkeypatch):
     task = vs_trl_learn.TASKS["toy"]
     monkeypatch.setattr(vs_trl_learn, "child", lambda command, log: ran(fork_module("grpo", *command[2:])))
@@ -102,17 +89,6 @@ def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(name
         ours, theirs = record[engine]["runs"].values()
         assert [run["seed"] for run in ours] == [run["seed"] for run in theirs]
         assert len({run["accuracy"][0] for run in ours + theirs}) == 1  # the same start, the same evaluation
-
-
-def test_grpo_and_trl_learn_the_same_from_the_same_samples(tmp_path):
-    pytest.importorskip("trl", reason="TRL has a virtual environment of its own")
-    output = tmp_path / "record.json"
-    vs_trl_learn.learn(seeds=(1,), steps=2, output=output)
-    vs_trl_learn.same(steps=2, output=output)
-    record = json.loads(output.read_text())
-    for [run] in record["hf"]["runs"].values():
-        assert len(run["accuracy"]) == len(run["wall"]) == 3 and run["wall"] == sorted(run["wall"])
-    assert max(record["same"]["distances"]["1"]) < 1e-3
 
 
 def test_tables_of_the_documents_are_those_of_their_records():
@@ -212,10 +188,3 @@ def test_accuracies_of_long_responses_are_means_of_the_sources():
         for (step, value), *of_sources in zip(mean, *sources, strict=True):
             assert [at for at, _ in of_sources] == 3 * [step]
             assert value == pytest.approx(sum(part for _, part in of_sources) / 3, abs=1e-12)
-
-
-def test_commands_of_the_pretrained_page_are_those_of_its_benchmark():
-    page = (ROOT / "docs/results.md").read_text()
-    words = {word for block in re.findall(r"```bash\n(.*?)```", page, re.S) for word in shlex.split(block)}
-    for flags in (pretrained.DATA, pretrained.RUNS["grpo"], pretrained.FLAGS):
-        assert set(shlex.split(flags)) <= words

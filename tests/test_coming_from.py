@@ -81,7 +81,7 @@ def test_commands_run(page, model, tmp_path):
         words = [str(tmp_path / "hub.jsonl") if word == "openai/gsm8k:main:train" else word for word in words]
         args = parsed(run._replace(words=words), "--dry-run", str(run.ranks))  # its flags as they stand
         words = [SMALLER.get(word, word) for word in without(words, OF_VLLM)]
-        words += [*smaller(args, model, "hf"), "--track"]  # no tracker
+        words += [*smaller(args, model), "--track"]  # no tracker
         done = ran(fork(run.script, tmp_path, *words, "--run-name", str(number), preset=[]))
         logged = {key: value for row in metrics(tmp_path / str(number)) for key, value in row.items()}
         assert logged["step"] == 1 and logged["training/rows_in"] >= args.num_mini_batches * min(args.group_size, 4)

@@ -4,7 +4,6 @@
 """
 
 import importlib
-import importlib.util
 import json
 import re
 import shlex
@@ -195,10 +194,10 @@ def model(tmp_path_factory) -> str:
     return tiny_chat_model(tmp_path_factory.mktemp("model"))
 
 
-def smaller(args: Any, model: str, engine: str) -> list[str]:
+def smaller(args: Any, model: str) -> list[str]:
     """Flags that replace model, engine and sizes; the number of mini-batches and all others stay."""
     group_size, val_samples = min(args.group_size, 4), min(*args.validation.val_samples, 2)
-    words = f"--model {model} --rollout-engine {engine} --total-steps 1 --save-every 0"
+    words = f"--model {model} --rollout-engine hf --total-steps 1 --save-every 0"
     words += f" --no-export-model --reward-workers 1 --val-samples {val_samples} --micro-batch-tokens 4000"
     words += f" --prompts-per-step {args.num_mini_batches} --group-size {group_size}"
     words += " --max-prompt-length 1500 --max-response-length 16"
@@ -207,25 +206,20 @@ def smaller(args: Any, model: str, engine: str) -> list[str]:
     return words.split()
 
 
-ON_VLLM = "## GSM8K"  # hf samples the others: an engine takes ten seconds of CPU to start
-
-
 @every_recipe
 def test_commands_run(recipe, model, tmp_path):
     make_data(recipe, tmp_path)
-    installed = importlib.util.find_spec("vllm") is not None
     known: set[str] = set()  # metrics
     for number, run in enumerate(commands(recipe)):
         run = run._replace(words=in_folder(run.words, tmp_path))
-        args = parsed(run, *([] if installed else ["--rollout-engine", "hf"]), "--dry-run", str(run.ranks))
+        args = parsed(run, "--dry-run", str(run.ranks))
         if "--model" not in run.words:  # it goes on with the flags of another
             continue
-        engine = "vllm" if installed and recipe.startswith(ON_VLLM) else "hf"
         words = run.words
-        if engine == "hf" and "--gpu-memory-utilization" in words:  # a flag of vLLM alone
+        if "--gpu-memory-utilization" in words:  # a flag of vLLM; hf samples here
             at = words.index("--gpu-memory-utilization")
             words = [*words[:at], *words[at + 2 :]]
-        words = [*words, *smaller(args, model, engine), "--run-name", str(number)]
+        words = [*words, *smaller(args, model), "--run-name", str(number)]
         done = ran(fork(run.script, tmp_path, *words, preset=[]))
         logged: dict = {}
         for row in metrics(tmp_path / str(number), timings=True):
