@@ -56,7 +56,7 @@ class Args(shared.ScriptArgs, script="dapo"):
     adv_estimator: shared.AdvEstimator = "grpo"
     """grpo: grpo_advantages in this script; the others are in lib/core_algos/advantages.py (docs/algorithms.md)"""
     adv_kwargs: tuple[str, ...] = ()
-    """hyper-parameters of --adv-estimator, NAME=VALUE, such as epsilon=1e-4 (docs/flags_read.md has the names).
+    """hyper-parameters of --adv-estimator, NAME=VALUE, such as epsilon=1e-4 (docs/defaults.md has the names).
     singleton=zero: advantage 0, not its reward, for a response that is alone in its group"""
     zero_variance: Literal["keep", "mask", "drop_from_denominator", "refill"] = "refill"
     """groups with equal scores: keep; mask: exclude from the loss; drop_from_denominator: also from its denominator;
@@ -75,7 +75,7 @@ class Args(shared.ScriptArgs, script="dapo"):
     loss: shared.PolicyLoss = "vanilla"
     """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
     loss_kwargs: tuple[str, ...] = ()
-    """hyper-parameters of --loss, NAME=VALUE, such as cliprange_low=3e-4 (docs/flags_read.md has the names)"""
+    """hyper-parameters of --loss, NAME=VALUE, such as cliprange_low=3e-4 (docs/defaults.md has the names)"""
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.28

@@ -74,7 +74,7 @@ class Args(shared.ScriptArgs, script="ppo"):
     loss: shared.PolicyLoss = "vanilla"
     """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
     loss_kwargs: tuple[str, ...] = ()
-    """hyper-parameters of --loss, NAME=VALUE, such as cliprange_low=3e-4 (docs/flags_read.md has the names)"""
+    """hyper-parameters of --loss, NAME=VALUE, such as cliprange_low=3e-4 (docs/defaults.md has the names)"""
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
     """the ratio is clipped below 1 - clip_ratio_low where the advantage is negative"""
     clip_ratio_high: Annotated[float, Ge(0)] = 0.2

@@ -1,4 +1,5 @@
-"""The table of all embedded and pretrained runs, from their records: python -m benchmarks.all_runs > docs/results.md"""
+"""The tables of all embedded and pretrained runs, from their records: `python -m benchmarks.all_runs >
+benchmarks/results/README.md`"""
 
 import json
 import re
@@ -22,20 +23,30 @@ TASKS = {  # of the model that a command names
 }
 SUMS = TASKS["data/toy/model"]
 PRETRAINED = "SmolLM2-135M-Instruct on sums and differences"
-HEAD = """# Results
+HEAD = """# Records
 
-Every training run whose record is in the repository, one row for each setting. `python -m benchmarks.all_runs >
-docs/results.md` writes this page from the records, and a test compares the two. An empty cell is a value that the
-record does not have. All runs were on shared CPUs, one thread a process; the records name machine and versions.
+Every training run whose record is in this folder, one row for each setting; [docs/results.md](../../docs/results.md)
+says what follows from them. `python -m benchmarks.all_runs > benchmarks/results/README.md` writes this page.
 
-- **setting**: the name in the record, which has the command.
+- **setting**: the name in the record, which has the command and the machine. All runs were on shared CPUs, one thread a
+  process.
 - **before, after**: accuracy on held-out rows, mean over the seeds, and the range of the last validation. It is greedy
-  but for two tasks, the list and the last six rows of the products, which validate with a sample (temperature 1).
+  except for the list and the last six rows of the products, which validate with a sample (temperature 1).
 - **CPU s**: of the whole process of a run, start-up and validation included, mean over the seeds.
-- **commit**: of the code; "-dirty" is a checkout with changes.
+- **commit**: of the code; "-dirty" is a checkout with changes. An empty cell is a value that the record does not have.
 
-What differs by more than seeds do: [comparison.md](comparison.md). How fast a change of grpo.py can learn:
-[leaderboard.md](leaderboard.md)."""
+Exact bias and variance of estimators, losses and corrections: [estimators.md](estimators.md)."""
+
+RARE = """\
+## Comparison where right samples are rare
+
+Verdicts of [tools/compare.py](../../tools/compare.py) by seed, against grpo; in the groups of several updates, of 256
+prompts and of asynchronous rollouts against the first row of the group; ppo and dapo against four updates."""
+LONG = """\
+## Comparison with ratios away from 1
+
+Running totals, 30 steps of 128 responses. The accuracy is the mean of three data sources of 64 held-out lists each;
+clipped tokens (`actor/pg_clipfrac`) and KL (`actor/ppo_kl`) are means over all updates."""
 
 
 class Row(NamedTuple):
@@ -131,7 +142,7 @@ def line(row: Row) -> str:
     spread = f" ({min(after):.2f} to {max(after):.2f})" if len(after) > 1 else ""
     [steps] = {curve[-1][0] for curve in row.curves}
     seconds = f"{mean(row.cpu_seconds):.0f}" if row.cpu_seconds else ""
-    record = f"[{row.record}](../benchmarks/results/{row.record})"
+    record = f"[{row.record}]({row.record})"
     seeds = str(row.seeds[0]) if len(row.seeds) == 1 else f"{row.seeds[0]} to {row.seeds[-1]}"
     cells = [row.script, row.setting, seeds, f"{mean(before):.2f}", f"{mean(after):.2f}{spread}", str(steps), seconds]
     return f"| {' | '.join([*cells, row.commit, record])} |"
@@ -148,6 +159,8 @@ def page() -> str:
             "| script | setting | seeds | before | after | steps | CPU s | commit | record |",
         ]
         lines += ["|---" * 9 + "|", *(line(row) for row in all_rows if row.task == task)]
+    lines += ["", RARE, "", comparison.table(comparison.results())]
+    lines += ["", LONG, "", comparison.long_table()]
     return "\n".join(lines)
 
 

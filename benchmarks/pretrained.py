@@ -3,7 +3,7 @@
     python -m benchmarks.pretrained run --names grpo remax --seeds 1 2    a run takes 10 to 40 minutes of one core
     python -m benchmarks.pretrained draw        docs/pretrained_curve.png, and prints the table of the page
 
-The commands are those of docs/pretrained.md. Records: benchmarks/results/pretrained/<name>_<seed>.jsonl, the run's
+The commands are those of docs/results.md. Records: benchmarks/results/pretrained/<name>_<seed>.jsonl, the run's
 metrics.jsonl with a line before it of how it was made.
 """
 

@@ -4,7 +4,7 @@
     .venv-trl/bin/python -m benchmarks.vs_trl_learn same     TRL trains on what grpo.py has sampled: the same weights?
     python -m benchmarks.vs_trl_learn draw                   docs/vs_trl_curve.png and the table of docs/performance.md
 
-All three with --task pretrained: SmolLM2-135M-Instruct on the task of docs/pretrained.md.
+All three with --task pretrained: SmolLM2-135M-Instruct on the task of docs/results.md.
 
 Each run is a process of its own, in float32, with one thread; the programs take turns. A seed decides the order of the
 rows, which is the same for both, and what is sampled. One function evaluates the weights that a run has kept, whichever
@@ -77,7 +77,7 @@ class Task:
 
 
 GROUP = 8
-QUESTIONS = 148  # of the 296 held-out ones of docs/pretrained.md: a validation takes 40 CPU seconds
+QUESTIONS = 148  # of the 296 held-out ones of docs/results.md: a validation takes 40 CPU seconds
 TASKS = {
     "toy": Task(
         title="three-digit addition",
@@ -141,7 +141,7 @@ COLORS = {"grpo.py": "tab:blue", "TRL": "tab:orange"}
 
 
 def make_pretrained(folder: Path) -> None:
-    """The model and the rows of docs/pretrained.md, in the form of data/toy."""
+    """The model and the rows of docs/results.md, in the form of data/toy."""
     from benchmarks import pretrained
     from lib.data.rows import read_rows
     from lib.model import load
@@ -423,7 +423,7 @@ def table(record: dict) -> list[str]:
 
 
 def table_of_seeds(record: dict) -> list[str]:
-    """Lines of docs/pretrained.md, one a run: its accuracies, the CPU seconds of all steps, and of the median step of
+    """Lines of docs/results.md, one a run: its accuracies, the CPU seconds of all steps, and of the median step of
     those after which no weights were saved."""
     lines, save_every = [], TASKS["pretrained"].save_every
     for program, runs in zip(COLORS, record["hf"]["runs"].values()):

@@ -496,7 +496,7 @@ def unexplained_metrics(run: Path, *docs: str) -> list[str]:
     """Metrics of the run that no table of these documents has."""
     lines = [line for doc in docs for line in (ROOT / "docs" / doc).read_text().splitlines()]
     names = [name for line in lines if line.startswith("| `") for name in re.findall(r"`(.+?)`", line.split("|")[1])]
-    patterns = [re.sub(r"@[nk]", r"@\\d+", re.sub(r"<\w+>", "[a-z/_]+", name)) for name in names]
+    patterns = [re.sub(r"@[nk]", r"@\\d+", re.sub(r"<\w+>", "[a-z/_.]+", name)) for name in names]
     logged = {key for row in metrics(run, timings=True) for key in row} - {"step"}
     return [key for key in sorted(logged) if not any(re.fullmatch(pattern, key) for pattern in patterns)]
 
@@ -509,9 +509,9 @@ def checkpoint_state(checkpoint: Path) -> dict:
 
 
 def with_slow(cases: Iterable, *slow) -> list:
-    """Values of parametrize, of which `slow` are run by make test-slow only; a tuple is for several parameters."""
-    marked = lambda case: pytest.param(*case if isinstance(case, tuple) else [case], marks=pytest.mark.slow)  # noqa: E731
-    return [marked(case) if case in slow else case for case in cases]
+    """Values of parametrize (tuples, of several names), of which `slow` are run by make test-slow only."""
+    each = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    return [pytest.param(*values, marks=pytest.mark.slow) if case in slow else case for case, values in each]
 
 
 # ---- vLLM ----------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from lib.cli.yaml_files import read_yaml
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCS = [*PAGES, *sorted((ROOT / "docs/recipes").glob("*.md")), *sorted((ROOT / "papers").glob("*.md"))]
+DOCS = [*PAGES, *sorted((ROOT / "papers").glob("*.md"))]
 DOCS += [ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 SCRIPT_OF = (
-    {page.name: "grpo" for page in PAGES if page.name not in ("your_own.md", "flags_read.md", "CHANGELOG.md")}
+    {page.name: "grpo" for page in PAGES if page.name not in ("your_own.md", "CHANGELOG.md")}
     | {"README.md": "grpo"}
     | {f"{name}.md": name for name in SCRIPTS}
 )

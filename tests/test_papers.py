@@ -40,12 +40,3 @@ def test_every_estimator_loss_and_mask_has_a_row():
 def test_links_name_the_paper_that_they_open():
     links = re.findall(r"\[([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)", PAGE)
     assert links and all(text == target for text, target in links)
-
-
-def test_figures_of_the_paper_page_stand_on_the_pages_that_it_cites():
-    text = (ROOT / "docs/paper.md").read_text().split("## Findings")[1].split("\n## ")[0]
-    quotes = re.findall(r'"(.+)".*\[(\w+\.md)\]', text)
-    assert len(quotes) == len([line for line in text.splitlines() if line.startswith("| ")]) - 1
-    for quote, page in quotes:
-        cited = " ".join((ROOT / "docs" / page).read_text().replace("**", "").split())
-        assert quote.replace("\\|", "|") in cited, (page, quote)

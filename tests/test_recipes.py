@@ -1,10 +1,9 @@
-"""The recipes: a page's commands run as they stand, but for model, rows and sizes; its figures are those of today.
+"""The recipes: their commands run as they stand, except for model, rows and sizes; their figures are those of today.
 
-`python -m tests.test_recipes` writes the present figures into the pages.
+`python -m tests.test_recipes` writes the present figures into the page.
 """
 
 import importlib
-import importlib.util
 import json
 import re
 import shlex
@@ -24,15 +23,14 @@ from planner.memory import GIB, worst_moment
 from tests.common import ROOT, fork, metrics, ran, save_tiny
 from tests.test_docs import METRIC
 
-FOLDER = ROOT / "docs/recipes"
-PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
+PAGE = ROOT / "docs/recipes.md"
 COMMAND = re.compile(
     r"^(?:accelerate launch --config_file tools/launch/accelerate_(\d+)\.yaml|python) (grpo|ppo|remax|dapo)\.py "
     r"(?:--config \S+ )?(.+)$",
     re.M,
 )
 DATA = re.compile(r"^python data/(\w+)\.py (.+)$", re.M)
-FIGURES = re.compile(r"(?<=```\n)GiB a GPU.*?(?=```)", re.S)
+FIGURES = re.compile(r"(?<=```\n)fits:.*?(?=```)", re.S)
 WORST = re.compile(r"`--dry-run (\d+)((?: [^`]+)?)`: [\d.]+ GiB \([\w -]+\)")
 
 
@@ -43,15 +41,19 @@ class Command(NamedTuple):
     """its flags and their values"""
 
 
-def commands(page: Path) -> list[Command]:
-    """All of the page that start a script; of --config, which names a run, the flags beside it."""
-    found = COMMAND.findall(page.read_text().replace("\\\n", " "))
+def commands(text: str) -> list[Command]:
+    """All of the text that start a script; of --config, which names a run, the flags beside it."""
+    found = COMMAND.findall(text.replace("\\\n", " "))
     return [Command(int(gpus or 1), script, shlex.split(flags)) for gpus, script, flags in found]
 
 
-def trainings(page: Path) -> list[Command]:
+def trainings(text: str) -> list[Command]:
     """Those that start from a model."""
-    return [run for run in commands(page) if "--model" in run.words]
+    return [run for run in commands(text) if "--model" in run.words]
+
+
+SECTIONS = {text.split("\n")[0]: text for text in re.split(r"^(?=## )", PAGE.read_text(), flags=re.M)[1:]}
+every_recipe = pytest.mark.parametrize("recipe", SECTIONS.values(), ids=[name[3:].lower() for name in SECTIONS])
 
 
 def parsed(run: Command, *more: str) -> Any:
@@ -71,32 +73,32 @@ def dry_run(run: Command, *more: str) -> Any:
 
 
 def figures(run: Command) -> str:
-    """What --dry-run says, and how long a step's FLOPs take."""
-    return f"{describe_needs(dry_run(run), H100)}\n"
+    """What --dry-run says below its table: the moment that needs most, and how long a step's FLOPs take."""
+    said = describe_needs(dry_run(run), H100)
+    return f"{said[said.index('fits: ') :]}\n"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_figures_are_those_of_today(page):
-    shown = FIGURES.findall(page.read_text())
-    assert shown == [figures(run) for run in trainings(page)], "run python -m tests.test_recipes"
-    assert shown and all("\nfits: " in block for block in shown)
+@every_recipe
+def test_figures_are_those_of_today(recipe):
+    [run] = trainings(recipe)
+    assert FIGURES.findall(recipe) == [figures(run)], "run python -m tests.test_recipes"
 
 
-def with_present_worst(page: Path) -> str:
-    """The page; where it says `--dry-run 1 [more flags]`: 12.3 GiB (backward), of its first command, as it is now."""
+def with_present_worst(recipe: str) -> str:
+    """The text; where it says `--dry-run 1 [more flags]`: 12.3 GiB (backward), of its training, as it is now."""
 
     def present(found: re.Match) -> str:
         ranks = int(found[1])
-        args = dry_run(trainings(page)[0]._replace(ranks=ranks), *shlex.split(found[2]))
+        args = dry_run(trainings(recipe)[0]._replace(ranks=ranks), *shlex.split(found[2]))
         moment, size = worst_moment(memory_of(args, ranks, H100.memory))
         return f"`--dry-run {found[1]}{found[2]}`: {size / GIB:.1f} GiB ({moment})"
 
-    return WORST.sub(present, page.read_text())
+    return WORST.sub(present, recipe)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_worst_moments_on_other_gpus_are_those_of_today(page):
-    assert page.read_text() == with_present_worst(page), "run python -m tests.test_recipes"
+@every_recipe
+def test_worst_moments_on_other_gpus_are_those_of_today(recipe):
+    assert recipe == with_present_worst(recipe), "run python -m tests.test_recipes"
 
 
 # ---- commands ------------------------------------------------------------------------------------
@@ -170,9 +172,9 @@ def in_folder(words: list[str], folder: Path) -> list[str]:
     return [re.sub(r"(?<![\w/])data/", f"{folder}/data/", word) for word in words]
 
 
-def make_data(page: Path, folder: Path) -> None:
-    """Runs the page's data commands on small copies."""
-    for script, flags in DATA.findall(page.read_text().replace("\\\n", " ")):
+def make_data(recipe: str, folder: Path) -> None:
+    """Runs its data commands on small copies."""
+    for script, flags in DATA.findall(recipe):
         copy = folder / "copies" / script
         COPIES[script](copy)
         words = in_folder(shlex.split(flags, comments=True), folder)
@@ -192,10 +194,10 @@ def model(tmp_path_factory) -> str:
     return tiny_chat_model(tmp_path_factory.mktemp("model"))
 
 
-def smaller(args: Any, model: str, engine: str) -> list[str]:
+def smaller(args: Any, model: str) -> list[str]:
     """Flags that replace model, engine and sizes; the number of mini-batches and all others stay."""
     group_size, val_samples = min(args.group_size, 4), min(*args.validation.val_samples, 2)
-    words = f"--model {model} --rollout-engine {engine} --total-steps 1 --save-every 0"
+    words = f"--model {model} --rollout-engine hf --total-steps 1 --save-every 0"
     words += f" --no-export-model --reward-workers 1 --val-samples {val_samples} --micro-batch-tokens 4000"
     words += f" --prompts-per-step {args.num_mini_batches} --group-size {group_size}"
     words += " --max-prompt-length 1500 --max-response-length 16"
@@ -204,25 +206,20 @@ def smaller(args: Any, model: str, engine: str) -> list[str]:
     return words.split()
 
 
-ON_VLLM = {"gsm8k"}  # hf samples the others: an engine takes ten seconds of CPU to start
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_run(page, model, tmp_path):
-    make_data(page, tmp_path)
-    installed = importlib.util.find_spec("vllm") is not None
+@every_recipe
+def test_commands_run(recipe, model, tmp_path):
+    make_data(recipe, tmp_path)
     known: set[str] = set()  # metrics
-    for number, run in enumerate(commands(page)):
+    for number, run in enumerate(commands(recipe)):
         run = run._replace(words=in_folder(run.words, tmp_path))
-        args = parsed(run, *([] if installed else ["--rollout-engine", "hf"]), "--dry-run", str(run.ranks))
+        args = parsed(run, "--dry-run", str(run.ranks))
         if "--model" not in run.words:  # it goes on with the flags of another
             continue
-        engine = "vllm" if installed and page.stem in ON_VLLM else "hf"
         words = run.words
-        if engine == "hf" and "--gpu-memory-utilization" in words:  # a flag of vLLM alone
+        if "--gpu-memory-utilization" in words:  # a flag of vLLM; hf samples here
             at = words.index("--gpu-memory-utilization")
             words = [*words[:at], *words[at + 2 :]]
-        words = [*words, *smaller(args, model, engine), "--run-name", str(number)]
+        words = [*words, *smaller(args, model), "--run-name", str(number)]
         done = ran(fork(run.script, tmp_path, *words, preset=[]))
         logged: dict = {}
         for row in metrics(tmp_path / str(number), timings=True):
@@ -232,28 +229,18 @@ def test_commands_run(page, model, tmp_path):
         assert logged["actor/grad_norm"] >= 0, done.stdout
         assert logged["val/unscored"] == logged["reward/error_count"] == 0, done.stdout
         known |= logged.keys()
-    assert set(METRIC.findall(page.read_text())) - known == set()
+    assert set(METRIC.findall(recipe)) - known == set()
 
 
 def test_the_corpus_of_the_page_answers_its_questions(tmp_path):
-    [page] = [page for page in PAGES if page.stem == "search"]
-    make_data(page, tmp_path)
-    [run] = trainings(page)
+    make_data(SECTIONS["## Search"], tmp_path)
+    [run] = trainings(SECTIONS["## Search"])
     [spec] = parsed(run._replace(words=in_folder(run.words, tmp_path)), "--dry-run", "8").multi_turn.tools
     [tool] = load_tools((spec,)).values()
     assert "flows to Port 3" in tool.function(query="Where does river number 3 flow?")
 
 
-# ---- pages ---------------------------------------------------------------------------------------
-
-
-def test_the_index_names_every_page():
-    index = (FOLDER / "README.md").read_text()
-    assert [page.name for page in PAGES if f"({page.name})" not in index] == []
-
-
 if __name__ == "__main__":
-    for page in PAGES:
-        blocks = iter([figures(run) for run in trainings(page)])
-        page.write_text(with_present_worst(page))
-        page.write_text(FIGURES.sub(lambda _, blocks=blocks: next(blocks), page.read_text()))
+    for recipe in SECTIONS.values():
+        present = FIGURES.sub(figures(trainings(recipe)[0]), with_present_worst(recipe))
+        PAGE.write_text(PAGE.read_text().replace(recipe, present))

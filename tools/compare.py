@@ -5,7 +5,7 @@
     python -m tools.compare runs/a* runs/b* --output found     compare.md, compare.json, compare.png
 
 The runs have two settings, each with the same seeds: they are told apart by their flags. Scores are compared prompt by
-prompt and seed by seed. docs/comparison.md describes the interval and what it assumes. Needs no torch.
+prompt and seed by seed. docs/results.md describes the interval and what it assumes. Needs no torch.
 """
 
 import json

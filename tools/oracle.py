@@ -1,6 +1,6 @@
 """Measures bias and variance of a script's gradient on a task whose true gradient is known exactly.
 
-    python -m tools.oracle                                         all tables of docs/estimators.md
+    python -m tools.oracle                                         all tables of docs/algorithms.md
     python -m tools.oracle --tables losses corrections --output found
     python -m tools.oracle --script my_grpo.py --settings "--adv-estimator rloo" "--loss gspo"
 

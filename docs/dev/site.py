@@ -1,13 +1,14 @@
-"""Hooks of mkdocs.yml: what the site has beside the files of docs/, links to it, and formulas without a script.
+"""Hooks of mkdocs.yml: what the site has besides the files of docs/, links to it, and formulas without a script.
 
-The code that pages link to becomes pages too, so that a quoted line is one click away, at the version of the text."""
+The code that pages link to comes along as plain HTML, so that a quoted line is one click away, at the version of the
+text."""
 
 import inspect
 import json
 import re
 import warnings
 from functools import cache
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from posixpath import relpath
 
@@ -34,10 +35,18 @@ NAMED = {  # pages that are not called as their file in docs/
 }
 NAMED |= {f"papers/{file.name}": file for file in sorted(ROOT.glob("papers/*.md"))}
 PAGE_OF = {file: page for page, file in NAMED.items()}
-OF_CODE = "---\nhide: [navigation, toc]\nsearch:\n  exclude: true\n---\n"
-LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}
+CODE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>
+<style>
+:root {{ color-scheme: light dark }} body {{ margin: 1rem; font: 14px sans-serif }} pre {{ overflow-x: auto }}
+span {{ counter-increment: line }} span:target::before {{ background: #f5c842; color: #000; opacity: 1 }}
+span::before {{ content: counter(line); display: inline-block; width: 4ch; margin-right: 1ch; opacity: 0.5 }}
+</style>
+<a href="{home}">plainrl</a> / {name}
+<pre>{lines}</pre>
+"""
 LARGEST_CODE = 200_000  # bytes of a page
-RECORDS = ROOT / "benchmarks/results"  # which are no pages
+RECORDS = ROOT / "benchmarks/results"  # of which only the tables are pages
 
 
 # ---- pages ---------------------------------------------------------------------------------------
@@ -48,9 +57,8 @@ def on_files(files, config):
     pages |= {"reference/flags.md": flags_page(), "reference/kernels.md": kernels_page()}
     texts = pages | {file.src_uri: file.content_string for file in files.documentation_pages()}
     linked = {target(place_of(name), link) for name, text in texts.items() for link in LINK.finditer(text)}
-    for name, text in (
-        pages | {code_page(path): of_code(path, config.extra["highlight"]) for path in linked if path and is_code(path)}
-    ).items():
+    pages |= {code_page(path): of_code(path) for path in linked if path and is_code(path)}
+    for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -68,18 +76,20 @@ def target(place: Path, link: re.Match) -> Path | None:
 
 def is_code(path: Path) -> bool:
     """Whether it becomes a page that no other page is."""
-    inside = path.is_relative_to(ROOT / "docs") or path in PAGE_OF or path.is_relative_to(RECORDS)
+    record = path.is_relative_to(RECORDS) and path.suffix != ".md"
+    inside = path.is_relative_to(ROOT / "docs") or path in PAGE_OF or record
     return not inside and path.is_file() and path.stat().st_size < LARGEST_CODE
 
 
 def code_page(path: Path) -> str:
-    return f"code/{path.relative_to(ROOT)}.md"
+    return f"code/{path.relative_to(ROOT)}.html"
 
 
-def of_code(path: Path, highlight: bool) -> str:
-    name = path.relative_to(ROOT)
-    language = LANGUAGES.get(path.suffix, "text") if highlight else "text"
-    return f'{OF_CODE}# {name}\n\n``````{{.{language} linenums="1"}}\n{path.read_text()}\n``````\n'
+def of_code(path: Path) -> str:
+    name = path.relative_to(ROOT).as_posix()
+    lines = enumerate(escape(path.read_text()).splitlines(), 1)
+    text = "\n".join(f'<span id="L{number}"></span>{line}' for number, line in lines)
+    return CODE.format(name=name, home=relpath("index.html", Path(code_page(path)).parent), lines=text)
 
 
 def of_notebook(path: Path) -> str:
@@ -165,13 +175,11 @@ def on_page_markdown(markdown, page, **_):
 def line_of(path: Path, code: str) -> str:
     lines = path.read_text().splitlines()
     found = next((number for number, line in enumerate(lines, 1) if code in line), None)
-    return "" if found is None else f"#__codelineno-0-{found}"
+    return "" if found is None else f"#L{found}"
 
 
-def on_page_content(html, page, **_):
+def on_page_content(html, **_):
     """Formulas as MathML, which browsers draw without a script."""
-    if page.file.src_uri.startswith("code/"):
-        page.present_anchor_ids |= {*re.findall('name="(__codelineno-[^"]+)"', html)}  # else they are not found
 
     def mathml(formula: re.Match) -> str:
         display = "inline" if formula["tag"] == "span" else "block"

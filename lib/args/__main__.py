@@ -1,43 +1,40 @@
-"""`python -m lib.args > docs/flags_read.md` writes the table of what a run reads."""
+"""`python -m lib.args` writes the end of docs/defaults.md: which flags and columns a run reads, from the code."""
+
+from pathlib import Path
 
 from lib.args.reads import DECLARED, FACTS, TABLE, Row
 from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, TOKEN_MASKS, Setting, settings_of_loss
 
-HEAD = """\
-# Flags and what reads them
+FILE = Path(__file__).parents[2] / "docs/defaults.md"
+TITLE = "## Which flags a run reads\n"
+HEAD = """
+A choice is the value of a flag (`loss vanilla`) or a flag that is on (`lora_rank`); with "no" it is not made. A flag in
+several rows is read under any of them. Names are those of `config.json`: `multi_turn.tools` is `--multi-turn.tools`.
 
-What a run reads, by choice: the flags that act where the choice is made, and the columns of the batch that it reads
-([columns.md](columns.md)). A choice is the value of a flag (`loss vanilla`), or a flag that is on (`lora_rank`); with
-"no" it is not made. A flag under several choices is read under any of them. A choice counts only if its own flag is
-read. Names are those of `config.json`: `multi_turn.tools` is `--multi-turn.tools`.
-
-A flag is given if it is on the command line, or if `--config` changes its default (data/toy/preset.yaml gives none).
-If nothing reads a given flag that would change the loss or the samples, the start ends with an error. Other flags are
-named in a line at the start, "no effect here", and in `config.json` under `no_effect`. So are those that have no
-effect because `--val-only`, `--replay` or one update a step leaves out a part of the run.
+A flag on the command line that nothing reads ends the start with an error if it would change the loss or the samples.
+Other such flags are named in a line at the start, "no effect here", and in `config.json` under `no_effect`.
 
 The table is [`TABLE: tuple`](../lib/args/reads.py). A new flag is a name in one of its rows; a flag of a script of your
-own need not be there. The rows of losses, estimators and token masks, and the second table, come from their signatures
-([lib/declared.py](../lib/declared.py)). Regenerate this page: `python -m lib.args > docs/flags_read.md`.
+own need not be there. `python -m lib.args` writes this section.
 
-| choice | flags that act on it | columns that it reads |
+| choice | flags that act on it | [columns](columns.md) that it reads |
 |---|---|---|
 """
 
 OF_DECLARED = """
-## Losses, estimators and token masks
+### Losses, estimators and token masks
 
-What `lib/core_algos` declares. Hyper-parameters are words NAME=VALUE of `--loss-kwargs` and `--adv-kwargs`, here with
-their defaults; a token mask is chosen by `--token-masks NAME=VALUE`, where the value is its only one. Those with a star
-have no effect while the ratio pi / pi_old is 1, as with one update a step. Formulas: [algorithms.md](algorithms.md).
+Hyper-parameters are words NAME=VALUE of `--loss-kwargs` and `--adv-kwargs`, here with their defaults; a token mask
+takes its only one as `--token-masks m2po=0.04`. Those with a star have no effect while the ratio is 1, as with one
+update a step. Formulas: [algorithms.md](algorithms.md).
 
-| choice | hyper-parameters | columns that it reads | what it is |
-|---|---|---|---|
+| choice | hyper-parameters | columns that it reads |
+|---|---|---|
 """
 
 
 def page() -> str:
-    """The text of docs/flags_read.md."""
+    """The text from TITLE on."""
     rows: dict[str, tuple[dict, dict]] = {}
     for row in TABLE[: -len(DECLARED)]:
         choice = FACTS.get(row.when) or row.when.replace("|", ", ") or "always"
@@ -46,7 +43,7 @@ def page() -> str:
     table = "".join(
         f"| {when} | {' '.join(flags)} | {' '.join(columns)} |\n" for when, (flags, columns) in rows.items()
     )
-    return HEAD + table + OF_DECLARED + "".join(map(_declared_row, DECLARED))
+    return TITLE + HEAD + table + OF_DECLARED + "".join(map(_declared_row, DECLARED))
 
 
 def _declared_row(row: Row) -> str:
@@ -55,8 +52,7 @@ def _declared_row(row: Row) -> str:
     settings = settings_of_loss(name) if kind == "loss" else declared.settings
     words = [_word(parameter, setting) for parameter, setting in settings.items()]
     columns = [f"`{column}`" for column in dict.fromkeys(f"{row.columns} {row.update}".split())]
-    summary = declared.summary.replace("|", "\\|").replace("*", "\\*")
-    return f"| `{declared.choice}` | {', '.join(words)} | {' '.join(columns)} | {summary} |\n"
+    return f"| {row.when} | {', '.join(words)} | {' '.join(columns)} |\n" if words or columns else ""
 
 
 def _word(name: str, setting: Setting) -> str:
@@ -66,4 +62,4 @@ def _word(name: str, setting: Setting) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    FILE.write_text(FILE.read_text().partition(TITLE)[0] + page())

@@ -43,7 +43,7 @@ class ModelArgs(Group):
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     lora_rank: Annotated[int, Ge(0)] = 0
-    """train LoRA adapters of this rank; 0: train all weights (docs/recipes/lora.md)"""
+    """train LoRA adapters of this rank; 0: train all weights (docs/recipes.md)"""
     lora_alpha: Annotated[float, Gt(0)] = 32.0
     """LoRA scale: the update of the adapters is multiplied by lora_alpha / lora_rank"""
     lora_target_modules: str = "all-linear"

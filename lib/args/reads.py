@@ -1,5 +1,5 @@
 """The table of what a run reads: which flags, and which columns of its batch, act where something is chosen. A given
-flag that nothing reads is reported (docs/flags_read.md)."""
+flag that nothing reads is reported (docs/defaults.md)."""
 
 import re
 from collections.abc import Iterator

@@ -1031,7 +1031,7 @@ def test_a_run_trains_a_program(tmp_path):
         assert row["agent/failed"] == row["agent/aborted"] == row["agent/forks_mean"] == 0
         assert row["agent/turns_mean"] == row["agent/requests_mean"] > 1 and row["agent/lost_prefixes_mean"] == 0
         assert row["rollout/logp_diff_max"] < 1e-4 and row["training/rows_trained"] == 16
-    assert unexplained_metrics(tmp_path / "r", "grpo.md", "multi_turn.md", "agents.md") == []
+    assert unexplained_metrics(tmp_path / "r", "metrics.md", "multi_turn.md", "agents.md") == []
     own = load_tokenizer(str(ROOT / "data/toy_tools/model"))
     given, texts = set(), []
     for step in (1, 2):

@@ -371,7 +371,7 @@ def test_a_run_with_episodes_longer_than_its_window(tmp_path):
     assert row["agent/finish/stop"] == 1 and row["response_length/mean"] > 200 > 96
     assert row["agent/tokens_before_compaction"] > 72 > row["agent/tokens_after_compaction"]
     assert row["rollout/logp_diff_max"] < 1e-4 and row["training/rows_trained"] == 8
-    assert unexplained_metrics(tmp_path / "with", "grpo.md", "multi_turn.md") == []
+    assert unexplained_metrics(tmp_path / "with", "metrics.md", "multi_turn.md") == []
 
 
 def test_the_start_answers_what_it_sees_and_rarely_summarizes_it(engine_and_model):

@@ -33,7 +33,6 @@ from agent.tools.builtin import calculator
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.model import load_tokenizer
-from rewards.reasoning_gym import dump_entry
 from tests.common import FORKSERVER, ROOT, TOY_MODEL
 
 LIMIT_S = 0.3  # of tools that hang; the others take milliseconds
@@ -995,7 +994,9 @@ def test_interactions_that_cannot_be_loaded(tool_file, spec, words):
 
 
 def test_reasoning_gym_gives_further_tries():
-    import reasoning_gym
+    import reasoning_gym  # whose import takes more than a second
+
+    from rewards.reasoning_gym import dump_entry
 
     dataset = reasoning_gym.create_dataset("chain_sum", seed=1, size=1)
     truth = json.dumps({"task": "chain_sum", "task_kwargs": {}, "entry": dump_entry(dataset[0])})

@@ -21,7 +21,7 @@ from transformers import (
 from lib import InputError
 from lib.distributed import full_tensor, make_mesh, shard_model
 from lib.model import add_lora, load_critic, load_model, response_log_probs, response_values
-from tests.common import rollout_batch, run_ranks, save_tiny
+from tests.common import rollout_batch, run_ranks, save_tiny, with_slow
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
 MOE = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig}
@@ -63,8 +63,8 @@ def assert_same_by_shards(path, load, dtype=torch.float64, by_shards=True, lora=
     "more",
     [
         {"tied": True},
-        {"tied": False},
-        {"cls": LlamaForCausalLM, "config": LlamaConfig},
+        pytest.param({"tied": False}, marks=pytest.mark.slow),
+        pytest.param({"cls": LlamaForCausalLM, "config": LlamaConfig}, marks=pytest.mark.slow),
         {"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "head_dim": 32, "sliding_window": 4},
     ],
 )
@@ -79,7 +79,7 @@ def test_with_adapters(tmp_path):
     assert_same_by_shards(save_tiny(tmp_path), load_model, lora=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", with_slow([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_a_bf16_checkpoint_of_several_files(tmp_path, dtype):
     path = save_tiny(tmp_path / "fp32")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ def test_a_bf16_checkpoint_of_several_files(tmp_path, dtype):
     assert_same_by_shards(str(tmp_path / "bf16"), load_model, dtype)
 
 
-@pytest.mark.parametrize("cls", [None, Qwen2ForTokenClassification])
+@pytest.mark.parametrize("cls", with_slow([None, Qwen2ForTokenClassification], Qwen2ForTokenClassification))
 def test_a_critic_with_and_without_its_head(tmp_path, cls):
     """Two ranks split a head of one row: one of them has none."""
     path = save_tiny(tmp_path, cls=cls, num_labels=1) if cls else save_tiny(tmp_path)
@@ -111,7 +111,9 @@ def without_prefix(path):
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("change", [to_bin, both_tied_names, without_prefix])
+@pytest.mark.parametrize(
+    "change", with_slow([to_bin, both_tied_names, without_prefix], both_tied_names, without_prefix)
+)
 def test_other_files_are_read_whole(tmp_path, change):
     path = save_tiny(tmp_path)
     change(tmp_path)

@@ -443,22 +443,25 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """By what happens to rank 1 of 2: launcher, log. All at once, for the time that they take to start."""
-    folder, jobs = tmp_path_factory.mktemp("jobs"), {}
+    """jobs(launcher, what happens to rank 1 of 2): the job, its log."""
+    folder = tmp_path_factory.mktemp("jobs")
     (folder / "probe.py").write_text(PROBE)
-    for name, launcher in {"SIGKILL": TORCHRUN, "SIGSTOP": TORCHRUN, "orphaned": ONE_NODE}.items():
-        arguments = [*launcher, str(folder / "probe.py"), name, str(folder / f"{name}-")]
-        jobs[name] = start(arguments, folder / name), folder / name
-    return jobs
+
+    def job(launcher: list[str], name: str) -> tuple[subprocess.Popen, Path]:
+        log = folder / name
+        return start([*launcher, str(folder / "probe.py"), name, f"{log}-"], log), log
+
+    return job
 
 
 def pid_of(rank: int, log: Path) -> int:
     return int(log.with_name(f"{log.name}-{rank}").read_text())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_within_a_minute_and_is_named(jobs):
     """`accelerate launch` starts ranks by torchrun's agent."""
-    job, log = jobs["SIGKILL"]
+    job, log = jobs(TORCHRUN, "SIGKILL")
     assert job.wait(WAIT_S) != 0
     assert not psutil.pid_exists(pid_of(0, log)) and not psutil.pid_exists(pid_of(1, log))
     cause = log.read_text().split("Root Cause")[1]
@@ -468,7 +471,7 @@ def test_a_killed_rank_ends_the_job_within_a_minute_and_is_named(jobs):
 
 def test_the_end_of_the_launcher_ends_its_ranks_at_once(jobs):
     """Also where the store is not the launcher's. Rank 0 waits in a collective, until its watcher sees it."""
-    job, log = jobs["orphaned"]
+    job, log = jobs(ONE_NODE, "orphaned")
     assert job.wait(WAIT_S) == -signal.SIGKILL
     deadline = time.monotonic() + WAIT_S
     while any(psutil.pid_exists(pid_of(rank, log)) for rank in (0, 1)) and time.monotonic() < deadline:
@@ -480,9 +483,10 @@ def test_the_end_of_the_launcher_ends_its_ranks_at_once(jobs):
     assert "LauncherLost: rank 1" in said or "StoreLost: rank 1" in said  # whichever it sees first
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_job_at_the_deadline_and_the_launcher_repeats_the_reason(jobs):
     """The launcher would wait another half minute for the stopped rank to follow SIGTERM."""
-    job, log = jobs["SIGSTOP"]
+    job, log = jobs(TORCHRUN, "SIGSTOP")
     deadline = time.monotonic() + WAIT_S
     while "closing signal SIGTERM" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -326,7 +326,10 @@ def peak_on_a_gpu(name: str, flags: list[str], tokens: int) -> int:
     return max(sum(moments[moment].values()) for moment in ("log-probs", "loss", "backward", "last layer"))
 
 
-def test_the_peaks_of_an_h100(monkeypatch):
+@pytest.mark.parametrize(
+    "model", with_slow(["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"], "qwen2.5-1.5b", "qwen2.5-3b")
+)
+def test_the_peaks_of_an_h100(monkeypatch, model):
     """Those that gpu_check has measured: at most 0.6 % apart, once what earlier rows left is subtracted. Without an
     optimizer there are no moments of Adam."""
     pytest.importorskip("liger_kernel")
@@ -335,11 +338,12 @@ def test_the_peaks_of_an_h100(monkeypatch):
     rows = results["memory"][:-1]  # the last is an estimate alone
     for left, row in zip(rows[::2], rows[1::2], strict=True):
         name, *flags = row["check"].partition(":")[0].split(", ")
-        assert abs(peak_on_a_gpu(name, flags, 4096) / (row["measured"] - left["value"] * GIB) - 1) < 0.006, row["check"]
+        measured = row["measured"] - left["value"] * GIB
+        assert name != model or abs(peak_on_a_gpu(name, flags, 4096) / measured - 1) < 0.006, row["check"]
     adam = 8 * KNOWN["qwen2.5-1.5b"]
     for row in results["fused"]:
         name, *flags = row["check"].partition(":")[0].split(", ")
-        if row["unit"] == "GiB" and "--compile" not in flags:  # what compiled layers save is not estimated
+        if name == model and row["unit"] == "GiB" and "--compile" not in flags:  # whose savings are not estimated
             estimate = peak_on_a_gpu(name, flags, 8192) - adam
             assert abs(estimate / GIB / row["value"] - 1) < 0.006, row["check"]
 

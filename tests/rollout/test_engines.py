@@ -321,6 +321,7 @@ for flags in ([], ["--dry-run", "2"]):
 """
 
 
+@pytest.mark.slow
 def test_auto_imports_no_vllm_on_a_cpu():
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)

@@ -82,6 +82,7 @@ from tests.common import (
     randomize_lora_b,
     rollout_batch,
     save_tiny,
+    with_slow,
 )
 from tools.mismatch import Batch
 
@@ -589,7 +590,7 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("decoder", with_slow(DECODERS, "qwen2, tied", *(k for k in DECODERS if "window" in k)))
 def test_a_prompts_keys_and_values_kept_once_change_no_sample(world, tmp_path, decoder, monkeypatch):
     """Against the cache of transformers, which has a copy a row, and against the loss's own forward.
 
@@ -776,8 +777,7 @@ def play(engine, free_blocks: int) -> tuple[list, Counter]:
     return ended, counts
 
 
-@pytest.mark.parametrize("queue", [1, 2])
-@pytest.mark.parametrize("free_blocks", [200, 20])
+@pytest.mark.parametrize(("queue", "free_blocks"), with_slow([(2, 20), (1, 200), (1, 20), (2, 200)], (1, 20), (2, 200)))
 def test_the_scheduler_for_rollouts_changes_nothing(engine_and_model, monkeypatch, queue, free_blocks):
     """Tokens, log-probs, ranks, reasons, the step in which a request ends and what it found in the prefix cache, to the
     bit; also with a cache that is too small for all."""
@@ -932,7 +932,7 @@ MODELS: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", with_slow(BROKEN, "untied", "moe", "deepseek_v3"))
 def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     """Tied head, prefix cache, packed experts, the fused ones and the sinks of gpt-oss; from files, too. An engine that
     took the weights and does not use them is caught."""
@@ -1105,6 +1105,7 @@ def test_the_weights_below_an_adapter_survive_the_sleep_of_a_gpu():
     assert levels == [2, 1] and engine.version is None
 
 
+@pytest.mark.slow
 def test_fp8_weights_are_quantized_anew_at_each_sync(world, tmp_path):
     """fp8_per_channel, the one that vLLM runs on a CPU. A weight of e4m3 has 3 bits after its first: it is at most 1/16
     off, or less than 2^-9 of the channel's scale."""

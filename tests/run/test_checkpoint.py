@@ -49,7 +49,7 @@ from lib.run.checkpoint import (
 )
 from lib.run.export import export_hf
 from planner.meta import LiveBytes
-from tests.common import full_disk, run_ranks
+from tests.common import full_disk, run_ranks, with_slow
 
 VOCAB, ROWS, LENGTH = 96, 4, 12
 
@@ -248,7 +248,7 @@ def test_the_writing_thread_has_the_gpu_of_its_rank(tmp_path, monkeypatch):
     assert thread.startswith("checkpoint")
 
 
-@pytest.mark.parametrize("saved_by, loaded_by", [(4, 1), (1, 2), (2, 4)])
+@pytest.mark.parametrize("saved_by, loaded_by", with_slow([(4, 1), (1, 2), (2, 4)], (4, 1), (1, 2)))
 def test_resharding_keeps_weights_and_optimizer(saved_by, loaded_by, tmp_path, capfd):
     """4 ranks are two replicas of two shards."""
 
@@ -393,7 +393,7 @@ def _trains_while_it_saves(world: World, folder: Path) -> None:
     assert same(resumed.steps(3, 5), draws[3:])
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", with_slow([1, 2], 1))
 def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(size, tmp_path):
     run_ranks(size, _trains_while_it_saves, tmp_path)
 
@@ -706,7 +706,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
-@pytest.mark.parametrize(("size", "tied"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("size", "tied"), with_slow([(1, True), (2, True), (2, False)], (1, True)))
 def test_export_reloads_equal(size, tied, tmp_path):
     ids = torch.arange(20).view(2, 10)
 
@@ -754,8 +754,9 @@ class HostBytes(LiveBytes):
             super()._add(tensor)
 
 
-@pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "size, experts", [(1, True), (2, False), *with_slow(OTHERS := [(1, False), (2, True)], *OTHERS)]
+)
 def test_an_export_holds_one_file_and_a_layer_in_memory(size, experts, tmp_path):
     """And what gathers a weight: some five times that (its shards, the whole, the weight before). Other ranks hold no
     more; a thread of gloo may let go of a piece late."""

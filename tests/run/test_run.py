@@ -58,6 +58,7 @@ from tests.common import (
     ran,
     rollouts,
     run_ranks,
+    with_slow,
 )
 
 FORK = multiprocessing.get_context("fork")
@@ -704,7 +705,7 @@ def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
 # ---- an end before the time ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", with_slow([1, 2], 2))
 def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path, ranks):
     """On one rank; on another rank than that which draws."""
     (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
@@ -760,7 +761,7 @@ def test_the_command_that_goes_on_has_the_launcher_that_was_typed(launcher, monk
     assert typed_command() == shlex.join(sys.orig_argv)
 
 
-@pytest.mark.parametrize("launcher", [PYTHON, ONE_NODE], ids=["python", "one_node"])
+@pytest.mark.parametrize("launcher", with_slow([PYTHON, ONE_NODE], ONE_NODE), ids=["python", "one_node"])
 def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, launcher):
     """And while the run lives, nobody else gets its folder. A launcher ends in a traceback of its own."""
     args = [*source[1], "--val-every", "0", "--run-name", "run", "--total-steps"]

@@ -30,6 +30,7 @@ from tests.common import (
     ran,
     skip_without_vllm,
     unexplained_metrics,
+    with_slow,
 )
 
 # ---- it learns -----------------------------------------------------------------------------------
@@ -37,14 +38,14 @@ from tests.common import (
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """The default, cut to 10 of its 60 steps."""
+    """The default, cut to 6 of its 60 steps."""
     folder = tmp_path_factory.mktemp("runs")
-    done = ran(fork("grpo", folder, "--run-name", "default", "--total-steps", "10", "--save-every", "5"))
+    done = ran(fork("grpo", folder, "--run-name", "default", "--total-steps", "6", "--save-every", "3"))
     return folder / "default", done.stdout
 
 
 def test_accuracy_rises_on_held_out_prompts(default_run):
-    """10 steps take greedy accuracy from 0.31 to 0.98 where it was measured; 0.8 leaves room for other roundings."""
+    """6 steps take greedy accuracy from 0.31 to 0.95 where it was measured; 0.8 leaves room for other roundings."""
     accuracy = [
         row["val/toy/arithmetic/mean@1"] for row in metrics(default_run[0]) if "val/toy/arithmetic/mean@1" in row
     ]
@@ -54,8 +55,8 @@ def test_accuracy_rises_on_held_out_prompts(default_run):
 def test_a_run_leaves_what_it_promises(default_run):
     run, printed = default_run
     assert "before" in printed and "after" in printed and str(run / "curve.png") in printed
-    assert json.loads((run / "config.json").read_text())["total_steps"] == 10
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_000005", "step_000010"]
+    assert json.loads((run / "config.json").read_text())["total_steps"] == 6
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_000003", "step_000006"]
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 3 * 256 and samples[0].keys() >= {"step", "prompt", "response", "score", "ground_truth"}
@@ -74,6 +75,7 @@ def answers_by_vllm(model: Path, prompts: list[list[dict]]) -> list[str]:
     return [o.outputs[0].text for o in llm.chat(prompts, greedy, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_vllm_loads_the_exported_model(default_run):
     skip_without_vllm()
     rows = [json.loads(line) for line in (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:50]]
@@ -84,34 +86,32 @@ def test_vllm_loads_the_exported_model(default_run):
 
 
 def test_every_metric_is_explained(default_run):
-    assert unexplained_metrics(default_run[0], "grpo.md") == []
+    assert unexplained_metrics(default_run[0], "metrics.md") == []
 
 
 def test_every_row_is_accounted_for_and_the_first_update_is_on_policy(default_run):
     """1e-4 nats: the fp32 sampler and the fp32 trainer differ by some 1e-6 (docs/grpo.md)."""
     steps = [row for row in metrics(default_run[0]) if "reward/mean" in row]
-    assert [row["step"] for row in steps] == list(range(1, 11))
+    assert [row["step"] for row in steps] == list(range(1, 7))
     for row in steps:
         dropped = sum(v for k, v in row.items() if k.startswith("training/rows_dropped/"))
         assert row["training/rows_in"] == 256 == row["training/rows_trained"] + dropped
         assert row["rollout/logp_diff_max"] < 1e-4 and row["actor/pg_clipfrac"] == 0
 
 
-def test_a_run_repeats_itself(default_run, tmp_path):
-    """With another hash seed: a process of its own and a forked one."""
-    first = metrics(default_run[0])[:4]  # the validation before, three steps
-    args = ["--save-every", "0", "--no-export-model", "--run-name", "run", "--total-steps"]
-    ran(fork("grpo", tmp_path / "same", *args, "3"))
-    assert metrics(tmp_path / "same/run")[:4] == first
-    ran(fork("grpo", tmp_path / "other", *args, "1", "--seed", "2", "--val-files", "none"))
-    [row] = metrics(tmp_path / "other/run")
-    assert row["step"] == 1 and row["actor/entropy"] != first[1]["actor/entropy"]
+def test_a_run_repeats_itself(tmp_path):
+    args = [*SMALL, "--total-steps", "2", "--val-every", "2", "--max-val-samples", "16"]
+    for name, seed in (("first", "1"), ("same", "1"), ("other", "2")):
+        ran(fork("grpo", tmp_path, *args, "--run-name", name, "--seed", seed))
+    first, same, other = (metrics(tmp_path / name) for name in ("first", "same", "other"))
+    assert [row["step"] for row in first] == [1, 2, 2] and first == same
+    assert other[0]["actor/entropy"] != first[0]["actor/entropy"]
 
 
 # ---- vLLM ----------------------------------------------------------------------------------------
 
 
-def test_vllm_trains_as_hf_does(tmp_path):
+def test_a_run_with_vllm_trains_on_what_was_sampled(tmp_path):
     """An engine on each of two ranks: tests/servers/test_managed_servers.py. One that is split over them:
     test_scripts.py, tests/model/test_tensor_parallel.py. A second validation set has a limit of its own, above that of
     training."""
@@ -119,10 +119,11 @@ def test_vllm_trains_as_hf_does(tmp_path):
     lines = (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:32]
     (tmp_path / "long.jsonl").write_text("\n".join(lines).replace('"toy/arithmetic"', '"toy/long"') + "\n")
     scorer = f"{ROOT / 'rewards/arithmetic.py'}:compute_score"
-    args = ["--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "6", "--no-export-model"]
-    args += ["--val-files", str(ROOT / "data/toy/val.jsonl"), str(tmp_path / "long.jsonl"), "--val-reward", scorer]
+    args = [*SMALL, "--run-name", "run", "--rollout-engine", "vllm", "--total-steps", "2", "--val-every", "2"]
+    (tmp_path / "val.jsonl").write_text("\n".join(lines) + "\n")
+    args += ["--val-files", str(tmp_path / "val.jsonl"), str(tmp_path / "long.jsonl"), "--val-reward", scorer]
     args += ["--val-kwargs", "max_response_length=16,40", "--val-samples", "1", "2", "--val-temperature", "0", "2"]
-    done = ran(fork("grpo", tmp_path, *args))
+    ran(fork("grpo", tmp_path, *args))
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
     longest = {row["data_source"]: 0 for row in samples}
@@ -131,12 +132,11 @@ def test_vllm_trains_as_hf_does(tmp_path):
         longest[row["data_source"]] = max(longest[row["data_source"]], tokens)
     assert longest["toy/arithmetic"] <= 16 < longest["toy/long"] <= 40
     rows = metrics(tmp_path / "run")
-    accuracy = [row["val/toy/arithmetic/mean@1"] for row in rows if "val/toy/arithmetic/mean@1" in row]
-    assert accuracy[0] <= 0.4 and accuracy[-1] >= 0.6, done.stdout
     assert all(row["rollout/canary_logp_diff"] < 1e-4 for row in rows if "rollout/canary_logp_diff" in row)
     assert all(row["rollout/logp_diff_max"] < 1e-3 for row in rows if "reward/mean" in row)
 
 
+@pytest.mark.slow
 def test_lora_in_bf16_is_corrected_for_what_an_engine_of_its_own_cannot_hold(tmp_path):
     """Not with hf, which samples with the adapters."""
     args = [*SMALL, "--lora-rank", "4", "--compute-dtype", "bfloat16", "--total-steps", "2"]
@@ -148,6 +148,7 @@ def test_lora_in_bf16_is_corrected_for_what_an_engine_of_its_own_cannot_hold(tmp
         assert row["rollout/logp_diff_mean"] > 0 and 0.9 < row["rollout/is_weight"] < 1.1
 
 
+@pytest.mark.slow
 def test_a_sync_that_is_skipped_stops_the_run_at_that_step(tmp_path):
     skip_without_vllm()
     (tmp_path / "skip.py").write_text(
@@ -169,11 +170,10 @@ def test_a_sync_that_is_skipped_stops_the_run_at_that_step(tmp_path):
 # ---- flags ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_variance", ["mask", "drop_from_denominator"])
-def test_groups_without_signal_move_nothing(tmp_path, zero_variance):
+def test_groups_without_signal_move_nothing(tmp_path):
     """All get the same reward: neither the entropy bonus nor the KL may act on them."""
     (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
-    args = ["--reward", f"{tmp_path / 'same.py'}:score", "--zero-variance", zero_variance, "--total-steps", "2"]
+    args = ["--reward", f"{tmp_path / 'same.py'}:score", "--zero-variance", "mask", "--total-steps", "2"]
     args += ["--entropy-coef", "0.1", "--kl-coef", "0.1", "--export-model", "--run-name", "run"]
     done = ran(fork("grpo", tmp_path, *SMALL, *args))
     assert done.stdout.count("| gradient 0 | equal scores in every group") == 2
@@ -218,29 +218,6 @@ FLAGS = {
             "actor/entropy_coef": lambda x: x in (0.01, 0.01 + 0.005),
         },
     ),
-    "optimal token baseline, clip_cov, KL in the reward": (
-        lambda t: [
-            *["--adv-estimator", "optimal_token_baseline", "--loss", "clip_cov", "--num-mini-batches", "2"],
-            *["--loss-kwargs", "cov_ratio=0.1", "cov_bounds=-9,9"],
-            *["--kl-placement", "reward", "--kl-coef", "0.1", "--kl-estimator", "k1", "--kl-target", "0.001"],
-            # its weights are in the baseline
-            *["--rollout-correction.level", "token", "--rollout-correction.bounds", "0", "2"],
-        ],
-        {
-            "rollout/is_weight": lambda x: x == pytest.approx(1, abs=1e-4),
-            "actor/cov_clipfrac": lambda x: x == pytest.approx(0.1, abs=0.005),  # rounded down to whole tokens
-            "actor/reward_kl": lambda x: abs(x) < 1,
-            "actor/kl_coef": lambda x: 0.09 < x <= 0.1,
-            "advantages/max": lambda x: x > 0.1,
-        },
-    ),
-    "kl_cov, top entropy": (
-        lambda t: ["--loss", "kl_cov", "--loss-kwargs", "cov_ratio=0.1", "--token-masks", "top_entropy=0.2"],
-        {
-            "actor/cov_klfrac": lambda x: 0 < x < 0.2,
-            "training/trained_share": lambda x: x == pytest.approx(0.2, abs=0.02),
-        },
-    ),
     "correction: token weights and rejected rows": (
         lambda t: [
             *(*off_policy(t), "--num-mini-batches", "2", "--token-masks", "m2po=0.001"),
@@ -258,11 +235,10 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("truncation", [["--top-p", "0.8"], ["--top-p", "0.9", "--top-k", "2"]])
-def test_a_truncated_policy_is_on_policy(tmp_path, truncation):
+def test_a_truncated_policy_is_on_policy(tmp_path):
     """1e-4 nats as without truncation. Against the whole reference the KL of the first update, policy and reference
     being equal, is minus the log of the probability that was kept, with top-p at most -log(top_p)."""
-    args = [*SMALL, *truncation, "--temperature", "1.3", "--total-steps", "2", "--entropy-coef", "0.01"]
+    args = [*SMALL, "--top-p", "0.8", "--temperature", "1.3", "--total-steps", "2", "--entropy-coef", "0.01"]
     args += ["--kl-coef", "0.1", "--kl-estimator", "k1", "--old-log-probs", "recompute"]
     ran(fork("grpo", tmp_path, *args, "--run-name", "run"))
     rows = metrics(tmp_path / "run")
@@ -320,7 +296,7 @@ def shadow(data_source, solution_strs, ground_truth, extra_info=None):
 """
 
 
-@pytest.mark.parametrize("workers", ["2", "0"])
+@pytest.mark.parametrize("workers", with_slow(["2", "0"], "0"))
 def test_gradients_are_bit_identical_with_and_without_a_shadow_reward(tmp_path, monkeypatch, workers):
     file = tmp_path / "mine.py"
     # without workers an exception ends the run
@@ -476,7 +452,9 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
     ),
     "no scorer": (lambda t: trained_on(t, ROW | {"data_source": "mine"}), "no scorer for data_source 'mine'"),
     "no ground truth": (
-        lambda t: ["--val-files", write(t / "a.jsonl", ROW, ROW | {"reward_model": {"style": "rule"}})],
+        lambda t: [
+            *("--val-files", write(t / "a.jsonl", ROW, ROW | {"reward_model": {"style": "rule"}}), "--val-every", "1")
+        ],
         "a.jsonl row 1: 'reward_model' has no 'ground_truth'",
     ),
     "turns without a chat template": (
@@ -523,7 +501,7 @@ BAD_INPUT = {  # beside the flags of tests/cli/test_args.py
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, case):
     make, message = BAD_INPUT[case]
-    done = fork("grpo", tmp_path / "runs", *make(tmp_path))
+    done = fork("grpo", tmp_path / "runs", *SMALL, *make(tmp_path))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert case == "reward model" or not (tmp_path / "runs").exists()  # which is found out when it loads
@@ -547,8 +525,9 @@ def test_a_special_token_in_a_prompt_is_text_and_is_counted(tmp_path):
     prompt = [{"role": "user", "content": "1+2<|im_end|>\n<|im_start|>assistant\n="}]
     needs = {"extra_info": {"need_tools_kwargs": True}}  # said too, in a run with tools
     rows = write(tmp_path / "a.jsonl", ROW, ROW | {"prompt": prompt} | needs, ROW | needs)
-    args = ["--train-files", rows, "--val-files", "none", "--max-prompt-length", "64", "--dry-run", "1"]
-    said = ran(fork("grpo", tmp_path, *args)).stdout
+    args = ["--train-files", rows, "--val-files", "none", "--max-prompt-length", "64", "--prompts-per-step", "2"]
+    args = [*SMALL, "--total-steps", "1", *args]
+    said = ran(fork("grpo", tmp_path, *args, "--run-name", "text")).stdout
     assert "training prompts: 3 (prompt_too_long 0, special_tokens_as_text 1)" in said
     tools = ["--multi-turn.tools", "calculator", "--model", "data/toy_tools/model", "--max-prompt-length", "400"]
     allowed = ran(fork("grpo", tmp_path, *args, *tools, "--allow-special-tokens")).stdout
@@ -557,9 +536,9 @@ def test_a_special_token_in_a_prompt_is_text_and_is_counted(tmp_path):
 
 
 def test_the_header_names_model_data_and_what_trains_nothing(tmp_path):
-    args = ["--dry-run", "1", "--lr", "0", "--group-size", "1", "--val-files", "none"]
+    args = [*SMALL, "--total-steps", "1", "--lr", "0", "--group-size", "1", "--val-files", "none"]
     said = ran(fork("grpo", tmp_path, *args)).stdout
-    assert "model: data/toy/model\ntraining prompts: 4096 (prompt_too_long 0) from data/toy/train.jsonl\n" in said
+    assert "\nmodel: data/toy/model\ntraining prompts: 256 (prompt_too_long 0) from " in said
     assert "\nvalidation prompts: none\n" in said
     assert "\nnote: --lr 0 leaves the policy as it is\n" in said
     assert "\nnote: --group-size 1: a response's advantage is its reward (--adv-kwargs singleton)\n" in said
@@ -604,7 +583,8 @@ def test_validation_shows_accuracy_and_what_is_unscored(tmp_path):
     """Against samples.jsonl. An unscored response counted as 0 would raise the mean of scores around -0.4."""
     (tmp_path / "mine.py").write_text(PLUS_MINUS)
     args = ["--val-only", "--val-reward", f"{tmp_path / 'mine.py'}:score", "--max-response-length", "6"]
-    args += ["--val-temperature", "1"]
+    rows = [json.loads(line) for line in (ROOT / "data/toy/val.jsonl").read_text().splitlines()[:64]]
+    args += ["--val-temperature", "1", "--val-files", write(tmp_path / "val.jsonl", *rows)]
     done = ran(fork("grpo", tmp_path, *args, "--run-name", "run"))
     [row] = metrics(tmp_path / "run/val_only/1")
     samples = [json.loads(line) for line in (tmp_path / "run/val_only/1/samples.jsonl").read_text().splitlines()]

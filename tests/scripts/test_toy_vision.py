@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from data import toy, toy_vision
 from rewards.arithmetic import compute_score
-from tests.common import TOY_MODEL, fork, metrics, ran, rollouts, skip_without_vllm, unexplained_metrics
+from tests.common import TOY_MODEL, fork, metrics, ran, rollouts, skip_without_vllm, unexplained_metrics, with_slow
 from tools.page.samples import pack_samples
 
 MODEL = toy_vision.FOLDER / "model"
@@ -181,13 +181,13 @@ def of_steps(folder: Path) -> list[dict]:
     return [row for row in metrics(folder) if "reward/mean" in row]
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
+@pytest.mark.parametrize("script", with_slow(["grpo", "ppo", "remax", "dapo"], "grpo", "remax", "dapo"))
 def test_every_script_trains_the_whole_model_and_exports_it(tmp_path, flags, script):
     ran(fork(script, tmp_path, *flags(), "--run-name", "run", "--total-steps", "2", "--kl-coef", "0.01"))
     rows = of_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["rollout/logp_diff_max"] < 1e-4  # it trains on what the engine saw
-    assert unexplained_metrics(tmp_path / "run", f"{script}.md", "grpo.md") == []
+    assert unexplained_metrics(tmp_path / "run", "metrics.md") == []
     start, model = (AutoModelForImageTextToText.from_pretrained(path) for path in (MODEL, tmp_path / "run/model"))
     for name, p in start.named_parameters():
         assert not torch.equal(p, model.get_parameter(name)), name
@@ -232,6 +232,7 @@ def test_the_image_decides_what_is_learnt(tmp_path, flags):
     assert max(accuracy[True]) < 0.3
 
 
+@pytest.mark.slow
 def test_vllm_sees_the_same_images(tmp_path, flags):
     skip_without_vllm()
     args = [*flags(), "--total-steps", "2", "--lr", "1e-3", "--rollout-engine", "vllm", "--no-export-model"]
@@ -244,7 +245,7 @@ def test_two_ranks_train_as_one(tmp_path, flags):
     """Two updates of two micro-batches and more. 1e-3: as in test_scripts.py. A scorer prints the prompt, in which an
     image is one placeholder, to a log of each rank; the console shows the first rank's."""
     (tmp_path / "read.py").write_text("def score(full_prompt, **_):\n    print(repr(full_prompt))\n    return 0\n")
-    args = [*flags(), "--total-steps", "2", "--num-mini-batches", "2", "--no-export-model", "--save-rollouts", "all"]
+    args = [*flags(), "--total-steps", "1", "--num-mini-batches", "2", "--no-export-model", "--save-rollouts", "all"]
     args += ["--shadow-reward", f"{tmp_path / 'read.py'}:score"]
     read = r"'<\|im_start\|>user\\n<image>(red|green|blue)<\|im_end\|>\\n<\|im_start\|>assistant\\n'"
     for ranks in (1, 2):
@@ -252,9 +253,9 @@ def test_two_ranks_train_as_one(tmp_path, flags):
         assert 1 <= len(re.findall(f"^scorer read.score: {read}$", done.stdout, re.M)) <= 3
         for rank in range(ranks):
             lines = (tmp_path / f"{ranks}/scorers-{rank}.log").read_text().splitlines()
-            assert lines and all(re.fullmatch(f"step [12] read.score: {read}", line) for line in lines)
+            assert lines and all(re.fullmatch(f"step 1 read.score: {read}", line) for line in lines)
     one, two = (of_steps(tmp_path / name) for name in ("1", "2"))
-    assert len(one) == len(two) == 2
+    assert len(one) == len(two) == 1
     for ours, theirs in zip(two, one):
         for key, value in theirs.items():
             if key.startswith(("actor/", "advantages/", "training/rollout_probs_diff")) and "clipfrac" not in key:

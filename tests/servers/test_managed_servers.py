@@ -312,6 +312,7 @@ run(main, pathlib.Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher(job):
     """It is killed, and can tell its ranks nothing. What it does where a rank is killed, or at Ctrl-C: test_waits.py,
     tests/run/test_run.py; what the ranks and their server do then: test_no_server_outlives_its_job."""
@@ -328,6 +329,7 @@ def test_nothing_outlives_a_launcher(job):
 # ---- two nodes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_last_node_is_the_engine(job, two_nodes):  # noqa: F811
     """Its server listens on the address between the nodes, and nowhere else."""
     if "unshare" not in two_nodes:
