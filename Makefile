@@ -46,7 +46,7 @@ train: setup  ## train the embedded tiny model with grpo.py; more flags: make tr
 test: setup browser  ## all tests but the slow ones, four files at a time; some of them: make test ARGS="-k rollout"; with a debugger: ARGS="-n 0 ..."
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(ARGS)
 
-test-slow: setup browser  ## the tests that make test leaves out: whole runs
+test-slow: setup browser  ## the tests that make test leaves out: whole runs and siblings of other cases
 	$(BIN)/python -m pytest -n 2 --dist loadfile --slow -m slow $(ARGS)
 
 browser: setup  ## Chromium for the tests of the run page, if there is none; without it they are skipped

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config, items):
     """The longest files first: processes take whole files, and would wait for the one that has the last."""
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="a whole run: make test-slow"))
+            item.add_marker(pytest.mark.skip(reason="slow: make test-slow"))
 
     def rank(item):
         folder = item.path.parent.name
