@@ -5,6 +5,9 @@ import math
 import pytest
 import torch
 
+from lib import InputError
+from lib.cli.flags import parse_flags
+
 
 def test_a_task_is_worth_most_where_solvers_are_unsure(module_of):
     rewards, p = module_of("proposer").proposer_rewards, [0, 1 / 8, 0.5, 7 / 8, 1]
@@ -37,3 +40,9 @@ def test_each_role_is_normalised_over_its_own_rows(module_of):
     assert not ours[4].any()
     alone = module.role_advantages(module.Args(), rewards[:1], mask[:1], {"is_proposer": is_proposer[:1]})[0]
     assert not alone.any()  # nothing to compare with
+
+
+def test_asynchronous_rollouts_are_refused(module_of):
+    """They begin the loader's prompts in earlier steps."""
+    with pytest.raises(InputError, match="--async-level: a solver's prompts are written in the step"):
+        parse_flags(module_of("proposer").Args, ["--rollout-engine", "http://127.0.0.1:1", "--async-level", "1"])

@@ -6,6 +6,9 @@ import random
 import pytest
 import torch
 
+from lib import InputError
+from lib.cli.flags import parse_flags
+
 
 def test_the_last_three_digits_of_a_response_are_the_second_number(module_of):
     pose = module_of("selfplay").pose
@@ -32,3 +35,9 @@ def test_each_role_has_the_mean_of_its_own_rewards_as_baseline(module_of):
             wanted = scores[i] - expected[poser[i]] if alive[i] else 0
             assert ours[i].tolist() == pytest.approx([wanted, wanted, 0], rel=1e-12)
         assert baselines == pytest.approx({"poser": expected[True], "solver": expected[False]}, rel=1e-12)
+
+
+def test_asynchronous_rollouts_are_refused(module_of):
+    """They begin the loader's prompts in earlier steps."""
+    with pytest.raises(InputError, match="--async-level: a solver's prompts are written in the step"):
+        parse_flags(module_of("selfplay").Args, ["--rollout-engine", "http://127.0.0.1:1", "--async-level", "1"])
