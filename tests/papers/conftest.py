@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+import lib.data_proto  # noqa: F401  tensordict patches torch.manual_seed, which tests/restored.py would report
 from tools.paper import patched
 
 
