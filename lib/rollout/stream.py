@@ -237,10 +237,10 @@ class Rollouts:
         With --async-level the groups of prompts() have begun already: raises InputError for other than theirs."""
         if self._begun is not None and sampling is None:
             (size, collected), self._begun = self._begun, None
-            if n != size or limits is not None or prefixes is not None:
-                why = f"groups of {size} are in flight, and rollouts.generate asks for {n}, or for limits or prefixes"
-                raise InputError(f"--async-level: {why}")
-            return self._checked(collected(), [self.sampling.max_response_length] * (n * len(prompts)))
+            batch, uids = collected(), prompts.non_tensor_batch["uid"].tolist()
+            if n != size or uids != batch.non_tensor_batch["uid"][::size].tolist() or limits or prefixes:
+                raise InputError("--async-level: groups in flight get no other prompts, sizes, limits or prefixes")
+            return self._checked(batch, [self.sampling.max_response_length] * len(batch))
         sampling, prompts = sampling or self.sampling, prompts_of(prompts)
         rows = prompts.repeat(n, interleave=True)
         limits = [sampling.max_response_length] * len(rows) if limits is None else list(limits)
