@@ -92,7 +92,8 @@ def needed_prefixes(batch: DataProto) -> set[tuple]:
     """Of the trie: one for each token that some trained token of its sequence needs."""
     groups, found = prompt_groups(batch).tolist(), set()
     mask = batch.batch["response_mask"].bool()
-    begun = {g for g, m in zip(groups, mask) if m.any() and not m[0]}  # with a response that begins with given tokens
+    is_begun = mask.any(1) & ~mask[:, 0] & (batch.batch["position_ids"][:, -mask.shape[1]] > 0)  # by given tokens
+    begun = {g for g, is_given in zip(groups, is_begun) if is_given}
     sequences = list(sequences_of(batch))
     rows = [row for row, *_ in sequences]
     for row, _, ids, trained in sequences:
