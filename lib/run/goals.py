@@ -39,8 +39,6 @@ class Goals:
     def out_of_time(self, validates: bool) -> bool:
         """Whether --max-seconds leaves too little for another step and what follows the last one. An export takes as
         long as a save; what has not run yet, as long as a step."""
-        if not self.args.max_seconds:
-            return False
         [step, save, validation] = (self._longest.get(stage, self._longest["step"]) for stage in STAGES)
         writes = (self.args.save_every > 0) + self.args.export_model
         needed = step + writes * save + validates * validation

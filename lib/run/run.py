@@ -287,8 +287,10 @@ class Run:
     def _stop_in_time(self, step: int, seconds: float) -> None:
         """Makes this step, which took so long, the last if --max-seconds has no room for another. A collective."""
         self._goals.took("step", seconds)
+        if not self.args.max_seconds or step == self.last_step:
+            return
         validates = self.validation.enabled and self.validation.val_every > 0
-        if step < self.last_step and distributed.on_first_rank(lambda: self._goals.out_of_time(validates)):
+        if distributed.on_first_rank(lambda: self._goals.out_of_time(validates)):
             self.last_step = step
             if self.world.rank == 0:
                 print(f"--max-seconds {self.args.max_seconds:g}: step {step} is the last", flush=True)
