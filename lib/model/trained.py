@@ -196,8 +196,7 @@ class Policy(LanguageModel, TrainedModel):
         self.computed.count(micro)
         f, s = self.forward, self.forward.sampling
         options: dict[str, Any] = {"row_group": f.row_group, "signal": signal, "columns": columns}
-        options["truncation"] = s.truncation
-        outputs = response_log_probs(self.module, micro, s.temperature, **options)
+        outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, **options)
         self.checks.watch(micro, *outputs[:2])
         if getattr(self.module, "routers", ()):  # a script's own model has none
             self.routing.watch(self.module)
