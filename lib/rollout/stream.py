@@ -310,7 +310,7 @@ class Rollouts:
         return *(exchange_groups(part, plan) for part in (batch, *others)), metrics
 
     def all_gather(self, batch: DataProto) -> DataProto:
-        """The rows of all ranks, in the order of their prompts' numbers: the same on any number of ranks."""
+        """The rows of all ranks, before balanced() in an order that is the same on any number of ranks."""
         return gather_groups(equal_widths(batch))
 
     def own_rows(self, whole: DataProto) -> DataProto:
