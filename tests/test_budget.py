@@ -14,13 +14,13 @@ from tests.common import ROOT, environment, ran
 
 ROOMS = ("lib", "agent", "servers", "planner")
 BUDGET = {
-    "lines of lib": 21034,
-    "lines of lib and the scripts above 100 columns": 2564,
+    "lines of lib": 21033,
+    "lines of lib and the scripts above 100 columns": 2565,
     "lines of the longest file": 445,
     "lines of the scripts": 1270,
     "flags of grpo.py": 142,
     "lines of --help": 109,
-    "words of docs": 66600,
+    "words of docs": 66528,
     "entries at the top": 22,
     "files that two default steps enter": 61,
     "lines of functions that two default steps enter": 3464,

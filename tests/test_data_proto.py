@@ -693,8 +693,12 @@ def gather_rank(rank, store, folder):
     images = with_images(rank).all_gather()
     both = media_rows(with_images(0)) + media_rows(with_images(1))
     assert media_rows(images) == both and images.batch["position_ids"].shape == (8, 4, 6)
-    moved = media_rows(exchange_groups(with_images(rank), [[0, 3], [1, 2]]))  # groups of two rows
-    assert moved == (both[:2] + both[6:], both[2:6])[rank]
+    groups = with_images(rank)
+    groups.non_tensor_batch["uid"] = np.array([["0", "0", "1", "1"], ["2", "2", "3", "3"]][rank], dtype=object)
+    moved = exchange_groups(groups, [{"0": 0, "3": 1}, {"1": 0, "2": 1}])
+    moved.non_tensor_batch.pop("uid")
+    assert media_rows(moved) == (both[:2] + both[6:], both[2:6])[rank]
+    assert moved.batch["mini_batch"].tolist() == [0, 0, 1, 1]
     other_group = dist.new_group([0, 1])
     assert len(make(2).all_gather(other_group)) == 4
     with pytest.raises(ValueError, match="ranks 0 and 1 differ"):
