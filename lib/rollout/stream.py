@@ -179,7 +179,7 @@ class Rollouts:
     _prompts: Iterator | None = None
     _taken: int = 0  # prompts of this step, on all ranks
     _asked: Counter = field(default_factory=Counter)  # {(uid, sampling): how often the step has asked for it}
-    _begun: tuple[int, Callable[[], DataProto]] | None = None  # group size of the last prompts(), and their responses
+    _begun: tuple[DataProto, int, Callable] | None = None  # the last prompts(), their group size and their responses
 
     @timed("weight_sync")
     def sync(self, actor: Policy, version: int) -> dict[str, Any]:
@@ -198,21 +198,21 @@ class Rollouts:
 
     @timed("rollout")
     def prompts(self) -> DataProto:
-        """This rank's next prompts. A step may take several times. An asynchronous run has begun their groups in
-        earlier steps, and waits for them here."""
+        """This rank's next prompts; a step may take several times. An asynchronous run waits for their groups here."""
         assert self._begun is None, "rollouts.generate takes the prompts before others are taken"
         if self.async_rollouts is not None:
             rows, responses = self.async_rollouts.take()
             collect = partial(self.sampler.collect, rows, self.sampling, responses)
-            self._begun = self.async_rollouts.group_size, partial(self.recorder.rollout, rows, collect)
-            return rows[:: self.async_rollouts.group_size]
+            size, prompts = self.async_rollouts.group_size, rows[:: self.async_rollouts.group_size]
+            self._begun = prompts, size, partial(self.recorder.rollout, rows, collect)
+            return prompts
         prompts = self._next_prompts(self.version + 1, self._taken)
         self._taken += self.sizes.local_prompts * self.world.size
         if self.replays_any_order:
             size = self.sizes.group_size
             batch = self.recorder.rollout(prompts.repeat(size, interleave=True), DataProto, any_order=True)
-            self._begun = size, lambda: batch
-            return batch[::size]
+            prompts = batch[::size]
+            self._begun = prompts, size, lambda: batch
         return prompts
 
     @timed("rollout")
@@ -236,11 +236,11 @@ class Rollouts:
 
         With --async-level the groups of prompts() have begun already: raises InputError for other than theirs."""
         if self._begun is not None and sampling is None:
-            (size, collected), self._begun = self._begun, None
-            batch, uids = collected(), prompts.non_tensor_batch["uid"].tolist()
-            if n != size or uids != batch.non_tensor_batch["uid"][::size].tolist() or limits or prefixes:
+            (begun, size, collected), self._begun = self._begun, None
+            others = prompts.non_tensor_batch["uid"].tolist() != begun.non_tensor_batch["uid"].tolist()
+            if others or n != size or limits is not None or prefixes is not None:
                 raise InputError("--async-level: groups in flight get no other prompts, sizes, limits or prefixes")
-            return self._checked(batch, [self.sampling.max_response_length] * len(batch))
+            return self._checked(collected(), [self.sampling.max_response_length] * (n * len(prompts)))
         sampling, prompts = sampling or self.sampling, prompts_of(prompts)
         rows = prompts.repeat(n, interleave=True)
         limits = [sampling.max_response_length] * len(rows) if limits is None else list(limits)

@@ -515,7 +515,7 @@ def test_the_groups_of_all_ranks_are_in_the_order_of_their_numbers():
     [({"n": 8}, "a"), ({"n": 4, "limits": [3] * 4}, "a"), ({"n": 4, "prefixes": [[1]] * 4}, "a"), ({"n": 4}, "b")],
 )
 def test_groups_in_flight_stay_as_they_began(asked, uid):
-    begun, prompts = rollout_batch([2] * 4, [1] * 4), rollout_batch([2], [1])
-    begun.non_tensor_batch["uid"], prompts.non_tensor_batch["uid"] = np.array(["a"] * 4), np.array([uid])
+    begun, prompts = rollout_batch([2], [1]), rollout_batch([2], [1])
+    begun.non_tensor_batch["uid"], prompts.non_tensor_batch["uid"] = np.array(["a"]), np.array([uid])
     with pytest.raises(InputError, match="--async-level: groups in flight get no other prompts"):
-        Rollouts.generate(SimpleNamespace(_begun=(4, lambda: begun)), prompts, **asked)
+        Rollouts.generate(SimpleNamespace(_begun=(begun, 4, DataProto)), prompts, **asked)
