@@ -1,4 +1,4 @@
-"""Writes the dumps of this folder with the real packages, as docs/diagnostics.md shows. They are no dependencies:
+"""Writes the dumps of this folder with the real packages, as the files dump_of_*.py do. They are no dependencies:
 
     pip install --no-deps --target /tmp/verl verl==0.9.1 ray msgpack omegaconf hydra-core orjson codetiming \\
         antlr4-python3-runtime==4.9.3 torchdata pylatexenc
