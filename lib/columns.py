@@ -143,23 +143,17 @@ HEAD = """\
 
 Every column that the batch of a step can have, in the order in which they are written. B responses, P prompt tokens, T
 response tokens, L = P + T, K rewards of gdpo's `reward_keys` or log-probs of a token. Columns with a dtype of torch are
-tensors in `batch.batch`. The others are object arrays in `batch.non_tensor_batch`, with the Python type of a row's
-value.
+tensors in `batch.batch`, the others object arrays in `batch.non_tensor_batch`.
 
-What happens to a column:
-
-- **Balance, micro-batches, recording**: all columns go with their rows.
 - **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) and (B, T, K) on the right, and (B, L) on
   both sides. Columns that are not here are padded as (B, T) where their first two sizes are these.
 - **Gathered**: `add_advantages` sees the rows of all ranks. "always": where the batch has the column; "if read": where
   the estimator, correction, masks or KL of the run declare it ([`def read_columns(`](../lib/setup/needs.py));
   a script names its own: `gather_rows(batch, [..., "my_column"])`.
-- **Saved**: the columns of `runs/NAME/rollouts/*.parquet` that are made of it
-  ([`def write_rollouts(`](../lib/log/rollouts.py)).
+- **Saved**: the names in `runs/NAME/rollouts/*.parquet`.
 
-A new column is a line in [`TABLE: dict`](../lib/columns.py), a line in the script that writes it, and one that reads
-it. With `saved=": float"` it is in the samples, too. Then regenerate this page:
-`python -m lib.columns > docs/columns.md`.
+A new column is a line in [`TABLE: dict`](../lib/columns.py), where `saved=": float"` adds it to the samples, a line in
+the script that writes it, and one that reads it. `python -m lib.columns > docs/columns.md` writes this page.
 
 | column | shape and dtype | meaning | written by | read by | gathered | saved as |
 |---|---|---|---|---|---|---|

@@ -9,13 +9,13 @@ FILE = Path(__file__).parents[2] / "docs/defaults.md"
 TITLE = "## Which flags a run reads\n"
 HEAD = """
 A choice is the value of a flag (`loss vanilla`) or a flag that is on (`lora_rank`); with "no" it is not made. A flag in
-several rows is read under any of them. Names are those of `config.json`: `multi_turn.tools` is `--multi-turn.tools`.
+several rows is read under any of them. Names are as in `config.json`: `multi_turn.tools` is `--multi-turn.tools`.
 
-A flag on the command line that nothing reads ends the start with an error if it would change the loss or the samples.
-Other such flags are named in a line at the start, "no effect here", and in `config.json` under `no_effect`.
+A flag on the command line that nothing reads is an error if it would change the loss or the samples. Other such flags
+are named in a line at the start, "no effect here", and in `config.json` under `no_effect`.
 
-The table is [`TABLE: tuple`](../lib/args/reads.py). A new flag is a name in one of its rows; a flag of a script of your
-own need not be there. `python -m lib.args` writes this section.
+The table is [`TABLE: tuple`](../lib/args/reads.py); `python -m lib.args` writes this section. A flag of a script of
+your own need not be there.
 
 | choice | flags that act on it | [columns](columns.md) that it reads |
 |---|---|---|
