@@ -1,5 +1,7 @@
-"""Writes openrlhf.safetensors for tools/parity.py, from OpenRLHF 0.11: import this file before the training
-(docs/diagnostics.md)."""
+"""Writes openrlhf.safetensors for tools/parity.py, from OpenRLHF 0.11: import this file before the training.
+
+For the advantages add rewards and group. Settings that are translated: advantage_estimator (group_norm, dr_grpo, rloo),
+eps_clip_low, eps_clip_high, dual_clip, policy_loss_type, token_level_loss."""
 
 import torch
 from openrlhf.models.loss import PolicyLoss

@@ -1,5 +1,8 @@
-"""Writes trl.safetensors for tools/parity.py, from TRL 1.16: train with this class instead of GRPOTrainer
-(docs/diagnostics.md)."""
+"""Writes trl.safetensors for tools/parity.py, from TRL 1.16: train with this class in place of GRPOTrainer.
+
+Use one process and gradient_accumulation_steps=1. Settings that are translated: loss_type (all but vespo),
+scale_rewards, epsilon, epsilon_high, delta, importance_sampling_level, beta, use_bias_correction_kl,
+sapo_temperature_pos, sapo_temperature_neg, max_completion_length, eos_token_id."""
 
 import torch
 from safetensors.torch import save_file

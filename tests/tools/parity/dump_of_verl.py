@@ -1,5 +1,10 @@
 """Writes verl.safetensors for tools/parity.py, from verl 0.9.1: load this file with
-actor_rollout_ref.model.external_lib, and set actor.policy_loss.loss_mode=dump (docs/diagnostics.md)."""
+actor_rollout_ref.model.external_lib, and set actor.policy_loss.loss_mode=dump.
+
+For the advantages, dump responses, response_mask, token_level_rewards and advantages of the DataProto after
+compute_advantage, and group by uid. Settings that are translated: adv_estimator (grpo, rloo, opo),
+norm_adv_by_std_in_grpo, loss_mode (vanilla, gspo, cispo, gpg), clip_ratio, clip_ratio_low, clip_ratio_high,
+clip_ratio_c, loss_agg_mode, loss_scale_factor, use_kl_loss, kl_loss_coef, kl_loss_type, eos_token_id."""
 
 import torch
 from safetensors.torch import save_file
