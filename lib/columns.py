@@ -32,7 +32,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("raw_prompt", "B", "list", "the prompt's messages", "agent, samples", saved="prompt, row_hash"),
         Column("raw_prompt_ids", "B", "list", "the prompt's tokens, images not expanded", "engines, replay"),
         Column("reward_model", "B", "dict", "ground_truth, and more for the scorer", "rewards", saved="ground_truth"),
-        Column("extra_info", "B", "dict", "what else the row has", "rewards"),
+        Column("extra_info", "B", "dict", "other values of the row", "rewards"),
         Column("index", "B", "object", "extra_info's index, or the row's number"),
         Column("tools_kwargs", "B", "dict", "arguments for the row's tools", "agent"),
         Column("interaction_kwargs", "B", "dict", "arguments for the row's interaction", "agent"),
@@ -88,7 +88,7 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     "lib/reward/scores.py: add_to": (
         Column("token_level_scores", "B, T", "float32", "reward, on the last token", "advantages", "always", "score"),
         Column("reward_components", "B, K", "float32", "the rewards of reward_keys", "gdpo", "always"),
-        Column("reward_extra_info", "B", "dict", "what else the scorer returned", "samples", saved="rewards"),
+        Column("reward_extra_info", "B", "dict", "other values of the scorer", "samples", saved="rewards"),
     ),
     "lib/model/trained.py: check_rows": (
         Column("is_fresh", "B", "bool", "sampled by the weights of this step", "checks, mismatch metrics"),
@@ -119,8 +119,8 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("group", "B", "int64", "number of the uid, over all ranks", "advantages"),
         Column("rollout_is_weights", "B, T", "float32", "weights of the rollout correction", "update, advantages"),
         Column("token_level_rewards", "B, T", "float32", "scores, minus the KL in the reward", "advantages"),
-        Column("advantages", "B, T", "float32", "what a token is worth", "losses, token masks", saved=": float"),
-        Column("returns", "B, T", "float32", "what the critic learns", "value loss"),
+        Column("advantages", "B, T", "float32", "advantage of the token", "losses, token masks", saved=": float"),
+        Column("returns", "B, T", "float32", "target of the critic", "value loss"),
         Column("cov_keep", "B, T", "bool", "tokens that Clip-Cov does not detach", "clip_cov"),
         Column("cov_pick", "B, T", "bool", "tokens that get KL-Cov's penalty", "kl_cov"),
         Column("loss_mask", "B, T", "bool", "trained on", "update", saved=": bool"),

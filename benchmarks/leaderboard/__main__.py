@@ -3,7 +3,7 @@
     python -m benchmarks.leaderboard run NAME        measures benchmarks/leaderboard/NAME.diff, to NAME.json
     python -m benchmarks.leaderboard check           checks every diff and record, without a run
     python -m benchmarks.leaderboard verify NAME     runs a task again, and evaluates the model with grpo.py
-    python -m benchmarks.leaderboard table           the table of README.md
+    python -m benchmarks.leaderboard table           the table of docs/results.md
 
 An entry is a diff of grpo.py, with a description before its first line, and its record. A run is one process with one
 thread, from its start to the first validation with 90 %: start-up, validations and export count.
@@ -230,11 +230,11 @@ def table() -> str:
 
 
 def link(name: str) -> str:
-    return f"[{name}]({name}.diff)"
+    return f"[{name}](../benchmarks/leaderboard/{name}.diff)"
 
 
 def show() -> None:
-    """Prints the table of README.md."""
+    """Prints the table of docs/results.md."""
     print(table())
 
 
