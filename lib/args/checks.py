@@ -63,12 +63,12 @@ def _check_context(args: ScriptArgs) -> None:
         return
     flag = f"--multi-turn.compact-at {turns.compact_at}"
     if not turn:
-        raise InputError(f"{flag} needs --multi-turn.max-turn-tokens: the limit of a summary, too")
+        raise InputError(f"{flag} needs --multi-turn.max-turn-tokens, which also limits a summary")
     if turns.compact_at <= prompt + turn:
         sizes = f"--max-prompt-length {prompt} + --multi-turn.max-turn-tokens {turn}"
         raise InputError(f"{flag}: must be above the tokens of the prompt and a summary, {sizes}")
     if args.adv_estimator == "mt_grpo":
-        why = "it compares turns of the same number, and a summary shifts these"
+        why = "it compares turns by their number, which a summary shifts"
         raise InputError(f"{flag} with --adv-estimator mt_grpo: {why}: use gigpo or grpo")
 
 
@@ -123,7 +123,7 @@ def _check_sampling(args: ScriptArgs) -> None:
     if asked and not args.run.replay and importlib.util.find_spec("vllm") is None:
         raise InputError("--rollout-engine vllm: vLLM is not installed; use --rollout-engine hf")
     for choice in Reads(args).needs_pass() if args.old_log_probs == "rollout" else ():
-        raise InputError(f"--old-log-probs rollout spares the forward pass that {choice} needs: drop one")
+        raise InputError(f"--old-log-probs rollout skips the forward pass that {choice} needs: drop one")
     correction = args.rollout_correction
     if args.loss == "decoupled" and correction.settings() and correction.level != "measure":
         why = "a rollout correction would apply its weight pi_old / pi_rollout twice"
@@ -170,8 +170,8 @@ def _check_turns(args: ScriptArgs) -> None:
     if turns.enabled and turns.max_turns == 1:
         raise InputError(f"{flag} with --multi-turn.max-turns 1: an episode has one turn, so this is GRPO: use grpo")
     if args.loss == "geo_mean":
-        why = "its gradient is that of the row's mean advantage, so turns would get no credit of their own"
-        raise InputError(f"{flag} with --loss geo_mean: {why}; --loss gspo keeps them apart")
+        why = "its gradient uses the row's mean advantage, so single turns get no credit"
+        raise InputError(f"{flag} with --loss geo_mean: {why}; use --loss gspo")
     if args.adv_estimator == "mt_grpo" and not turns.reward_coef:
         raise InputError(f"{flag} compares the rewards of turns: --multi-turn.reward-coef 0 leaves none")
     silent = [spec for spec in turns.tools if spec.partition(":")[0] in GIVE_NO_REWARD]
@@ -183,12 +183,10 @@ def _check_turns(args: ScriptArgs) -> None:
 def _check_kl(args: ScriptArgs) -> None:
     in_reward, estimator = args.kl_placement == "reward", args.adv_estimator
     if args.kl_target is not None and args.kl_horizon <= 0.2 * args.prompts_per_step * args.group_size:
-        raise InputError(f"--kl-horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta dies")
+        raise InputError(f"--kl-horizon {args.kl_horizon}: must be above 0.2 x the responses of a step, or beta hits 0")
     by_std = estimator in BY_STD and args.adv_settings.get("norm_adv_by_std_in_grpo", True)
     if args.kl_coef > 0 and in_reward and (by_std or estimator in ("grpo", "grpo_leave_one_out", "maxrl")):
-        why = (
-            "it divides by the deviation or mean of a group's rewards, and with equal scores these are of the KL alone"
-        )
+        why = "it divides by a group's deviation or mean, which with equal scores comes from the KL alone"
         raise InputError(f"--kl-placement reward with --adv-estimator {estimator}: {why}: take loss, or rloo")
     if estimator == "maxrl" and args.overlong_buffer:
         raise InputError("--adv-estimator maxrl needs rewards of 0 or more: add --overlong-buffer 0")

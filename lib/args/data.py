@@ -86,7 +86,7 @@ class DataArgs(Group):
     allow_special_tokens: bool = False
     """text that spells a special token becomes that token; otherwise a space breaks it up"""
     shuffle: Annotated[bool, ROWS] = True
-    """shuffle the training prompts anew in each epoch"""
+    """reshuffle the training prompts in each epoch"""
     loader_workers: Annotated[int, Interval(ge=0, le=1024), MAY_CHANGE] = 0
     """processes that tokenize prompts ahead of time; 0: the training process does it"""
     prompt_sampling: Annotated[str, ROWS] = "uniform"
@@ -99,13 +99,13 @@ class DataArgs(Group):
         if least > most:
             raise InputError(f"--vision-kwargs min_pixels={least}: more than max_pixels={most}")
         if self.system_prompt and self.chat_template == "none":
-            raise InputError("--system-prompt with --chat-template none: a prompt is then one text; write it into that")
+            raise InputError("--system-prompt with --chat-template none: the prompt is then one text: put it there")
         if len(self.train_weights) not in (0, len(self.train_files)):
             sizes = f"{len(self.train_weights)} numbers for the {len(self.train_files)} files"
             raise InputError(f"--train-weights has {sizes} of --train-files")
         if PromptSampling.parse(self.prompt_sampling).rule != "uniform" and self.loader_workers:
             flag = f"--prompt-sampling {self.prompt_sampling}"
-            raise InputError(f"{flag} needs the step before, and --loader-workers take them ahead of that: drop one")
+            raise InputError(f"{flag} needs the last step's scores, and --loader-workers read ahead: drop one")
 
     @property
     def vision_limits(self) -> VisionLimits:
@@ -144,7 +144,7 @@ class ValidationArgs(Group):
     val_only: Annotated[bool, NOT_COMPARED] = False
     """validate (with --resume: that checkpoint) and stop; writes to <run>/val_only/1, 2, ..."""
     val_reward: Annotated[tuple[str, ...], MAY_CHANGE, FILES] = ()
-    """scorers of validation, as --reward; empty: those of training"""
+    """scorers of validation, as --reward; empty: as in training"""
     val_samples: Annotated[tuple[int, ...], Interval(ge=1, le=2**16), MAY_CHANGE] = (1,)
     """responses per validation prompt (n in mean@n); one number, or one for each of --val-files"""
     val_temperature: Annotated[tuple[float, ...], Ge(0), MAY_CHANGE] = (0.0,)

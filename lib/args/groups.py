@@ -29,7 +29,7 @@ class ModelArgs(Group):
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of forward and backward (weights are fp32); auto: bfloat16 on a GPU, else float32"""
     attn_implementation: Annotated[str, MAY_CHANGE] = "auto"
-    """packed_sdpa, varlen (GPU, 16 bits), flash_attention_2; eager, sdpa: pad rows (docs/performance.md)"""
+    """packed_sdpa, varlen (GPU, 16 bits), flash_attention_2; eager, sdpa: pad rows (docs/models.md)"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """torch.compile the layers, for packed rows: the first steps take a minute longer"""
     use_liger_kernel: Annotated[bool, MAY_CHANGE] = True
@@ -39,7 +39,7 @@ class ModelArgs(Group):
     routing_replay: Literal["none", "R2", "R3"] = "none"
     """a mixture's experts in the update: the router's, old_log_probs' (R2), the engine's (R3)"""
     gradient_checkpointing: Annotated[Literal["auto", "on", "off"], SWITCH, MAY_CHANGE] = "auto"
-    """recompute layers in the backward pass to save memory; auto: on a GPU as few as must be"""
+    """recompute layers in the backward pass to save memory; auto: on a GPU as few as needed"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     lora_rank: Annotated[int, Ge(0)] = 0
@@ -178,7 +178,7 @@ class RolloutArgs(Group):
                 f"--async-level {self.async_level} needs --rollout-gpus or --rollout-engine http://host:port"
             )
         if self.async_order == "finished" and self.async_level < 2:
-            raise InputError("--async-order finished: needs --async-level 2 or more, of which slow groups get one")
+            raise InputError("--async-order finished: needs --async-level 2 or more: slow groups wait a step")
 
     auto_engine = ""  # no flag: what auto is here; lib.setup.ranks.join chooses it
 

@@ -88,7 +88,7 @@ class RunArgs(Group):
     replay: str = ""
     """folder of a --record: train on what was sampled and scored there, on as many ranks"""
     stage_timeout: Annotated[float, Interval(ge=0, le=LONGEST_WAIT), MAY_CHANGE] = 1800.0
-    """seconds that a stage may take before the job ends and says why; 0: no limit"""
+    """timeout of a stage in seconds, after which the job ends with an error; 0: no limit"""
     save_every: Annotated[int, Ge(0), MAY_CHANGE] = 50
     """save a checkpoint every n steps and after the last; 0: never"""
     keep_checkpoints: Annotated[int, Ge(0), MAY_CHANGE] = 2
@@ -98,7 +98,7 @@ class RunArgs(Group):
     stop_when: Annotated[str, MAY_CHANGE] = ""
     """end the run after the step in which this holds, such as "val/x/mean@1 >= 0.9\""""
     max_seconds: Annotated[float, Ge(0), NOT_COMPARED] = 0.0
-    """end the run in time for its last validation, save and export, so long after its start; 0: no limit"""
+    """end the run, with its last validation, save and export, within this many seconds; 0: no limit"""
     save_rollouts: Annotated[int | Literal["all"], Ge(0), MAY_CHANGE] = 1
     """groups of each step's training samples to keep in <run>/rollouts, or all"""
     export_model: Annotated[bool, MAY_CHANGE] = True
@@ -117,11 +117,11 @@ class RunArgs(Group):
         if (size := len(self.run_name.encode())) > LONGEST_RUN_NAME:
             raise InputError(f"--run-name {self.run_name[:40]}...: {size} bytes, at most {LONGEST_RUN_NAME} are taken")
         if self.plan and not self.dry_run:
-            raise InputError(f"--plan {self.plan[:100]!r}: needs --dry-run N, the number of GPUs that it predicts for")
+            raise InputError(f"--plan {self.plan[:100]!r}: needs --dry-run N, the number of GPUs to predict for")
         if not self.dry_run:
             check_output_dir(self.output_dir)
         if self.record and self.replay:
-            raise InputError("--record with --replay: what a replay samples and scores is recorded already; drop one")
+            raise InputError("--record with --replay: a replay repeats recorded samples and scores; drop one")
         if self.record and not self.dry_run:
             check_output_dir(self.record, "--record")
         if self.replay and not Path(self.replay, "config.json").is_file():

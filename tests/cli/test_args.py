@@ -181,7 +181,7 @@ BAD_FLAGS = {  # what the message says, by flags
     ],
     "--record with --replay": ["--record", "a", "--replay", "b"],
     "--replay ./absent: no config.json": ["--replay", "./absent"],
-    "--loader-workers take them ahead": ["--prompt-sampling", "skip", "--loader-workers", "1"],
+    "--loader-workers read ahead": ["--prompt-sampling", "skip", "--loader-workers", "1"],
     "it needs --group-size 2": ["--prompt-sampling", "variance", "--group-size", "1"],
     "--record is about training steps": ["--record", "a", "--val-only"],
     "--record /proc/kept: /proc cannot be written": ["--record", "/proc/kept"],
