@@ -220,14 +220,12 @@ def test_a_second_policy_trains_on_the_same_batch(scripts, tmp_path):
 
 
 def test_self_play_against_a_frozen_model(tmp_path):
-    page = (ROOT / "docs/multi_turn.md").read_text()
-    (tmp_path / "opponent.py").write_text(re.search(r"```python\n(\"{3}The user of an .*?)```", page, re.S)[1])
     rows = [json.loads(line) for line in (toy.FOLDER / "val.jsonl").read_text().splitlines()[:16]]
     for row in rows:
         row["extra_info"]["interaction_kwargs"] = {"model": str(toy.FOLDER / "model")}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = [*SMALL, "--train-files", str(tmp_path / "rows.jsonl"), "--max-response-length", "64"]
-    args += ["--multi-turn.interaction", f"{tmp_path / 'opponent.py'}:Opponent", "--prompts-per-step", "4"]
+    args += ["--multi-turn.interaction", f"{ROOT / 'tests/agent/opponent.py'}:Opponent", "--prompts-per-step", "4"]
     ran(fork("grpo", tmp_path, *args, "--total-steps", "1", "--run-name", "run"))
     [row] = metrics(tmp_path / "run")
     assert row["agent/turns_mean"] > 1.5 and row["agent/finish/error"] == 0

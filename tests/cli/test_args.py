@@ -212,7 +212,7 @@ OWN_BAD_FLAGS = {
         "gigpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "gigpo"],
         "mt_grpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "mt_grpo"],
         "gigpo with --multi-turn.max-turns 1: an episode has one": [*GIGPO, "--multi-turn.max-turns", "1"],
-        "gigpo with --loss geo_mean: its gradient is that of the row's mean": [*GIGPO, "--loss", "geo_mean"],
+        "gigpo with --loss geo_mean: its gradient uses the row's mean": [*GIGPO, "--loss", "geo_mean"],
         "rewards of turns, and --multi-turn.tools python search:c.jsonl give none": [
             *MT_GRPO,
             "python",
