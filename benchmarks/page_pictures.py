@@ -30,7 +30,7 @@ class Args:
 
 def opened(browser: "Browser", run: Path, file: Path) -> "Page":
     write_page(PageArgs((run,), output=file))
-    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    page = browser.new_page(viewport={"width": 1200, "height": 960})
     page.goto(f"file://{file}")
     page.wait_for_selector("#first canvas, #first table")
     return page

@@ -360,7 +360,7 @@ function showTip(span, spoken) {
     "log-prob of the engine": n.logp && n.mismatch && fmt3(old - n.mismatch[i]),
     "ratio of new to old policy": n.log_ratio && fmt3(Math.exp(n.log_ratio[i])),
     advantage: n.advantage && fmt3(n.advantage[i]),
-    "mismatch of trainer and engine": n.mismatch && fmt3(n.mismatch[i]),
+    mismatch: n.mismatch && fmt3(n.mismatch[i]),
     entropy: n.entropy && fmt3(n.entropy[i]),
     "log-prob of the reference": n.ref && fmt3(logp - n.ref[i]),
     "value of the critic": n.value && fmt3(n.value[i]),
