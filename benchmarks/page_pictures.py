@@ -30,7 +30,7 @@ class Args:
 
 def opened(browser: "Browser", run: Path, file: Path) -> "Page":
     write_page(PageArgs((run,), output=file))
-    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    page = browser.new_page(viewport={"width": 1200, "height": 960})
     page.goto(f"file://{file}")
     page.wait_for_selector("#first canvas, #first table")
     return page
@@ -49,7 +49,7 @@ def choose(page: "Page", **options: str) -> None:
     for name, value in options.items():
         page.select_option(f"#f-{name}", value)
     page.locator("#cards").evaluate("element => element.scrollIntoView()")
-    page.wait_for_selector(".responses")  # drawn when they come into view
+    page.wait_for_selector("#cards .responses")  # drawn when they come into view
 
 
 def main(args: Args) -> None:
@@ -60,7 +60,7 @@ def main(args: Args) -> None:
         page = opened(browser, args.tools, Path(folder, "tools.html"))
         picture(page, "first")
         choose(page, kind="train", sort="spread")
-        picture(page, "samples", "#samples", ".response .t >> nth=12")
+        picture(page, "samples", "#samples", "#cards .t >> nth=12")
         page = opened(browser, args.sweep, Path(folder, "sweep.html"))
         picture(page, "sweep")
         browser.close()

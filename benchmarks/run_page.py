@@ -147,7 +147,7 @@ def measure(args: Args) -> dict[str, float]:
         figures["open_s"] = time.perf_counter() - start
         start = time.perf_counter()
         page.locator("#samples").scroll_into_view_if_needed()
-        page.wait_for_selector(".response .t")
+        page.wait_for_selector("#cards .t")
         figures["first_responses_s"] = time.perf_counter() - start
         start = time.perf_counter()
         page.fill("#f-text", "no such text")

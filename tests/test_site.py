@@ -29,7 +29,8 @@ class Quiet(SimpleHTTPRequestHandler):
 def site(tmp_path_factory):
     """--strict fails for a page that is in no menu, and for a link to no page or no heading."""
     folder = tmp_path_factory.mktemp("site")
-    ran(fork_module("mkdocs", "build", "--strict", "-f", str(ROOT / "docs/dev/mkdocs.yml"), "-d", str(folder)))
+    built = ran(fork_module("mkdocs", "build", "--strict", "-f", str(ROOT / "docs/dev/mkdocs.yml"), "-d", str(folder)))
+    assert "excluded from the built site" not in built.stderr + built.stdout
     return folder
 
 

@@ -71,10 +71,13 @@ class ScriptArgs:
     no_effect: tuple[str, ...] = ()
 
     @property
+    def default_lr(self) -> float:
+        return 1e-5 if self.model.lora_rank else 1e-6
+
+    @property
     def lr(self) -> float:
         """--lr, or its default: 1e-6, and 1e-5 for LoRA."""
-        default = 1e-5 if self.model.lora_rank else 1e-6
-        return default if self.optimizer.lr is None else self.optimizer.lr
+        return self.default_lr if self.optimizer.lr is None else self.optimizer.lr
 
     @property
     def adv_settings(self) -> dict[str, Any]:

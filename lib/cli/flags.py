@@ -286,12 +286,13 @@ def marked(args: DataclassInstance, mark: Enum) -> set[str]:
     return {name.partition(".")[0] for name, _, marks in walk(args) if mark in marks}
 
 
-def changed_flags(args: DataclassInstance) -> dict[str, list]:
+def changed_flags(args: DataclassInstance, **computed: Any) -> dict[str, list]:
     """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
-    The name of a setting has dots."""
+    The name of a setting has dots. computed: defaults that depend on other flags."""
     own = fields(args)
     required = {f.name: getattr(args, f.name) for f in own if f.default is MISSING and f.default_factory is MISSING}
     defaults = {name: value for name, value, _ in walk(type(args)(**required)) if name not in required}
+    defaults |= computed
     changed = {name: value for name, value, _ in walk(args) if name not in defaults or value != defaults[name]}
     return {name: [value, defaults[name]] if name in defaults else [value] for name, value in changed.items()}
 

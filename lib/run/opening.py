@@ -159,7 +159,7 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
         resume_step=step,
         on_gpu=run.world.device.type != "cpu",
     )
-    write_start(starts, code, run.command, changed_flags(args), changes)
+    write_start(starts, code, run.command, changed_flags(args, lr=args.default_lr), changes)
     if not has_steps(logs):  # else their config stays until the checkpoint is loaded
         write_json(logs / "config.json", run.config)
     return checkpoint, step, new_data

@@ -525,6 +525,7 @@ def test_flags_that_differ_from_their_defaults():
     lr = Args(teacher="").optimizer.lr
     expected = {"teacher": ["t"], "lr": [0.5, lr], "clip_ratio_low": [0.3, 0.2], "multi_turn.max_turns": [2, 8]}
     assert changed_flags(args) == expected
+    assert "lr" not in changed_flags(args, lr=0.5) and changed_flags(args, lr=args.default_lr)["lr"] == [0.5, 1e-6]
 
 
 # ---- one writer ----------------------------------------------------------------------------------

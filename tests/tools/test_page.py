@@ -172,7 +172,9 @@ def test_the_page_of_a_run(toy, visit):
     card = page.locator(".run")
     assert card.locator(".pill").inner_text() == "ended" and "step 4 of 4" in card.inner_text()
     flags = card.locator(".flags").inner_text()
-    assert "--num-mini-batches 2 not 1" in flags and "--group-size 4 not 8" in flags and "--temperature" not in flags
+    for flag in ("--num-mini-batches 2 default 1", "--group-size 4 default 8", "--lr 3e-4 default 1e-6"):
+        assert flag in flags
+    assert "--temperature" not in flags
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     assert commit[:12] in card.inner_text() and "CPU cores" in card.inner_text()
     page.locator("#curves").evaluate("e => e.scrollIntoView()")  # they are drawn when they are looked at
@@ -191,9 +193,9 @@ def test_the_page_of_a_run(toy, visit):
 def test_hovering_and_arrow_keys_show_the_numbers_of_a_token(toy, visit):
     page = visit(toy)
     see_samples(page, kind="train")
-    box = page.locator(".tokens").first
+    box = page.locator("#cards .tokens").first
     rows = {row["response"]: row for row in rows_of(toy) if row["step"] == 4}
-    row = rows["".join(page.locator(".tokens").first.locator(".t").all_inner_texts())]
+    row = rows["".join(box.locator(".t").all_inner_texts())]
     box.locator(".t").nth(2).hover()
 
     def shown_as(name: str, value: float) -> None:
@@ -203,9 +205,9 @@ def test_hovering_and_arrow_keys_show_the_numbers_of_a_token(toy, visit):
 
     for place in (2, 3, 2):
         shown_as("log-prob", row["log_probs"][place])
-        shown_as("before the update", row["old_log_probs"][place])
-        shown_as("engine's", row["rollout_log_probs"][place])
-        shown_as("ratio", row["ratio"][place])
+        shown_as("log-prob before the update", row["old_log_probs"][place])
+        shown_as("log-prob of the engine", row["rollout_log_probs"][place])
+        shown_as("ratio of new to old policy", row["ratio"][place])
         shown_as("advantage", row["advantages"][place])
         shown_as("entropy", row["entropy"][place])
         if place == 2:
@@ -225,9 +227,10 @@ def test_tokens_take_the_colour_of_their_number(toy, visit):
     page = visit(toy)
     see_samples(page, kind="train")
     options = page.locator("#colour option").all_inner_texts()
-    assert options == ["nothing", "log-prob", "ratio new / old", "advantage", "mismatch with the engine", "entropy"]
+    assert options[:3] == ["nothing", "log-prob", "ratio of new to old policy"]
+    assert options[3:] == ["advantage", "mismatch of trainer and engine", "entropy"]
     page.select_option("#colour", "advantage")
-    for response in page.locator(".response").all()[:4]:
+    for response in page.locator("#cards .response").all()[:4]:
         advantage = float(re.search(r"advantage (\S+)", response.inner_text())[1])
         classes = response.locator(".t").first.get_attribute("class")
         assert bool(re.search(r"\bp\d", classes)) == (advantage > 0)
@@ -240,9 +243,14 @@ def test_tokens_take_the_colour_of_their_number(toy, visit):
 @pytest.mark.slow
 def test_turns_are_a_conversation(tools, visit):
     page = visit(tools)
+    validated = [json.loads(line) for line in (tools / "samples.jsonl").read_text().splitlines()]
+    last = [row["response"] for row in validated if row["step"] == validated[-1]["step"]]
+    page.locator(".glimpse .tokens").nth(2).wait_for()
+    shown = page.locator(".glimpse .tokens").all()
+    assert ["".join(box.locator(".t").all_text_contents()).replace("↵", "") for box in shown] == last[:3]
     row = next(row for row in rows_of(tools) if len(row["turns"]) == 3)
     see_samples(page, kind="train")
-    response = page.locator(".response", has=page.locator(".turn.environment")).first
+    response = page.locator("#cards .response", has=page.locator(".turn.environment")).first
     response.scroll_into_view_if_needed()
     labels = response.locator(".turn small").all_inner_texts()
     assert labels[:3] == ["policy calls a tool", "environment", "policy"]
@@ -273,7 +281,8 @@ def test_exceptions_of_tools_are_shown_as_text(tools, visit):
     page.fill("#f-text", "document.title='run'")
     see_samples(page, kind="train")
     expect_count(page, len(failed))
-    shown = page.locator(".response").first.get_by_role("list", name="errors of tools").get_by_role("listitem").first
+    errors = page.locator("#cards .response").first.get_by_role("list", name="errors of tools")
+    shown = errors.get_by_role("listitem").first
     assert "<img src=x onerror=\"document.title='run'\">‹U+202E›long" in shown.inner_text()
     assert page.locator(".response img").count() == 0 and page.title() != "run"
 
@@ -302,16 +311,16 @@ def test_filters_find_what_the_files_hold(made, visit):
     page.fill("#f-length-min", "")
     see_samples(page, sort="low", kind="train")
     worst = min(np.mean([row["score"] for row in rows if row["step"] == step]) for step in range(1, 31))
-    page.locator(".sample-group:first-child", has_text=f"mean score {worst:g}").wait_for()
+    page.locator("#cards .sample-group:first-child", has_text=f"mean score {worst:g}").wait_for()
 
 
 @pytest.mark.slow
 def test_one_prompt_over_all_steps(made, visit):
     page = visit(made / "a")
     see_samples(page, kind="val")
-    page.locator(".sample-group", has_text="validation 7").get_by_role("button").first.click()
+    page.locator("#cards .sample-group", has_text="validation 3").get_by_role("button").first.click()
     expect_count(page, 2)
-    assert [text.split()[1] for text in page.locator(".sample-group > header").all_inner_texts()] == ["0", "20"]
+    assert [text.split()[1] for text in page.locator("#cards .sample-group > header").all_inner_texts()] == ["0", "20"]
     page.get_by_role("button", name="show all prompts").click()
     expect_count(page, 64)
 
@@ -343,16 +352,16 @@ def test_prompts_of_equal_text_are_apart_and_show_their_images(seen, visit):
     page = visit(seen)
     see_samples(page, kind="val")
     expect_count(page, 4)
-    cards = page.locator(".sample-group")
-    page.locator(".truth").nth(1).wait_for()
-    assert sorted(cards.locator(".truth").all_inner_texts()) == ["truth blue", "truth red"]
+    cards = page.locator("#cards .sample-group")
+    cards.locator(".truth").nth(1).wait_for()
+    assert sorted(cards.locator(".truth").all_inner_texts()) == ["ground truth blue", "ground truth red"]
     assert cards.locator(".response").count() == 4 and cards.count() == 3
     widths = {}
     for card in cards.all()[:2]:
         card.locator("img").evaluate("(img) => img.decode()")
         widths[card.locator(".truth").inner_text()] = card.locator("img").evaluate("(img) => img.naturalWidth")
-    assert widths == {"truth red": 40, "truth blue": 50} and page.locator("img").count() == 2
-    assert page.get_by_role("button", name="this prompt in").count() == 0
+    assert widths == {"ground truth red": 40, "ground truth blue": 50} and cards.locator("img").count() == 2
+    assert page.get_by_role("button", name="same prompt").count() == 0
     (note,) = page.locator(".note").all_inner_texts()
     for said in ("nope.jpg (No such file", "page.jpg (cannot identify", "large.jpg (it is larger than 200 kB)"):
         assert said in note
@@ -392,7 +401,7 @@ def test_runs_lie_over_each_other_and_seeds_are_a_range(made, visit):
     page.locator("#curves").evaluate("e => e.scrollIntoView()")
     page.locator("#groups canvas").first.wait_for()
     legend = page.locator("#legend button")
-    assert legend.all_inner_texts() == ["a and 1 seed more", "c"]
+    assert legend.all_inner_texts() == ["a, 2 seeds", "c"]
     read = page.locator("figure", has=page.get_by_text("reward/mean", exact=True)).first.locator(".read")
     last = [read_run(made / name)["metrics"]["reward/mean"][1][-1] for name in "abc"]
     shown = [float(text) for text in read.inner_text().split()[1:]]
@@ -461,24 +470,33 @@ HOSTILE += ["\x1b[31m", "\x00", "\u202eabc", "\u200b", "\u2028", "שלום", "\u
 @pytest.fixture
 def hostile(tmp_path) -> Path:
     run = write_run(tmp_path / "<b>run", 2, 2, 3, name="</script><script>alert(1)</script>")
-    rng, text = np.random.default_rng(0), "".join(HOSTILE)
+    rng, text, long = np.random.default_rng(0), "".join(HOSTILE), 10_000 * "12345678 !"
+    start = json.loads((run / "starts/1/start.json").read_text())
+    start |= {"flags": {"<b>flag": [long, text]}, "command": long, "packages": {long: long, "<b>x": text}}
+    (run / "starts/1/start.json").write_text(json.dumps(start))
     more = {"prompt": text, "ground_truth": text, "data_source": text, "finish_reason": "<i>stop"}
+    more["advantages"] = [math.nan] * len(HOSTILE)
     turns = [{"by": "policy", "text": text, "tokens": len(HOSTILE), "reward": float("nan")}]
     rewards = json.dumps({"<u>key": text, "nan": float("nan")})
     write_rollouts(run, 3, [response_row(3, 0, HOSTILE, rng, **more, rewards=rewards)])
     write_rollouts(run, 4, [response_row(4, 0, HOSTILE, rng, **more, rewards=rewards, turns=turns)])
     with (run / "samples.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "prompt": text, "response": "\ud800" + text, "score": 1.0}) + "\n")
+        file.write(json.dumps({"step": 2, "prompt": long, "response": long, "score": math.nan, "ground_truth": long}))
+        file.write("\n")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 2, "reward/<script>alert(1)</script>": 1.0}) + "\n")
+        file.write(json.dumps({"step": 2, "reward/<script>alert(1)</script>": 1.0, f"reward/{long}": 1.0}) + "\n")
     return run
 
 
 def test_text_of_a_run_is_text(hostile, visit):
-    """`visit` sees to it that nothing ran, was asked for or was printed."""
+    """`visit` sees to it that nothing ran, was asked for or was printed. Long text scrolls in its own box."""
     page = visit(hostile)
+    see_samples(page)
+    page.locator(".glimpse .t").nth(20_000).wait_for(state="attached")
+    assert page.evaluate("document.documentElement.scrollHeight") < 10_000
     page.click("#open-all")
-    for step, responses in (("3", 1), ("4", 1), ("2", 3)):
+    for step, responses in (("3", 1), ("4", 1), ("2", 4)):
         page.fill("#f-step-min", step)
         page.fill("#f-step-max", step)
         expect_count(page, responses)
@@ -486,7 +504,9 @@ def test_text_of_a_run_is_text(hostile, visit):
         page.locator(".response").last.evaluate("row => row.scrollIntoView()")  # at once: drawing may replace the row
         for summary in page.locator("#cards summary").all():
             summary.click()
-    text = page.locator(".tokens").last.inner_text()
+        advantage = page.locator("#cards .response header").first.inner_text()
+        assert "NaN" in advantage or step == "2"
+    text = page.locator("#cards .tokens", has_text="pwned").last.inner_text()
     for shown in ("<script>document.title = 'pwned'</script>", "onerror=alert(1)>", "␛[31m", "␀", "‹U+202E›abc"):
         assert shown in text
     for shown in ("‹U+200B›", "‹U+2028›", "‹U+2066›", "שלום", "<!--", "&lt;", "{{ 7 * 7 }}", "‹U+D800›"):
@@ -563,11 +583,10 @@ def test_everything_can_be_reached_by_keyboard(made, visit):
     see_samples(page)
     page.locator(".skip").focus()
     reached = Counter()
-    for _ in range(60):
-        where = "(e => [e.id || e.className || e.tagName, getComputedStyle(e).outlineStyle])(document.activeElement)"
-        name, outline = page.evaluate(where)
-        assert outline != "none", name
-        reached[name] += 1
+    where = "(e => [e.id || e.className || e.tagName, getComputedStyle(e).outlineStyle])(document.activeElement)"
+    while (stop := page.evaluate(where))[0] != "BODY":  # after the last one
+        assert stop[1] != "none", stop
+        reached[stop[0]] += 1
         page.keyboard.press("Tab")
     assert {"skip", "theme", "find", "x-axis", "smooth", "open-all", "plot", "f-kind", "f-text", "colour"} <= set(
         reached
@@ -589,8 +608,8 @@ def test_the_first_screen_has_results_a_curve_and_samples(made, visit, width):
     assert float(cells[1]) == pytest.approx(before, rel=1e-3)
     value, low, high = (float(text) for text in re.findall(r"[\d.]+", cells[2]))
     assert value == pytest.approx(after, rel=1e-3) and low < value < high
-    last = page.locator(".glimpse li")
-    last.first.wait_for()
+    last = page.locator(".glimpse .sample-group")
+    last.first.locator(".response").wait_for()
     assert last.count() == 3 and "validation 0" in last.first.inner_text()
     bottom = "document.querySelector('#first').getBoundingClientRect().bottom"
     assert page.evaluate(bottom) < 900 or width == 390
@@ -603,7 +622,8 @@ def write_sweep(folder: Path, settings: int, seeds: int) -> Path:
         setting, seed = divmod(number, seeds)
         run = folder / f"lr={setting},seed={seed}"
         run.mkdir(parents=True)
-        config = {"script": "grpo.py", "seed": seed, "run_name": run.name, "total_steps": 2, "lr": setting, "loss": "x"}
+        config = {"script": "grpo.py", "seed": seed, "run_name": run.name, "total_steps": 2, "loss": "x"}
+        config["lr"] = setting / 1e5
         (run / "config.json").write_text(json.dumps(config))
         lines = [{"step": 1, "reward/mean": 0.1, "timing_s/step": 1.0}]
         for step, right in ((0, 0.0), (2, setting / settings + seed / 1000)):
@@ -620,9 +640,10 @@ def test_a_folder_of_200_runs_is_a_table_of_flags_and_results(tmp_path, visit):
     assert heads == ["run", "--lr", "seeds", "step", "val/x/mean@1"]
     assert page.locator("#first tbody tr").count() == 100
     top = page.locator("#first tbody tr").first.locator("td").all_inner_texts()
-    assert top == ["lr=99,seed=0 and 1 seed more", "99", "2", "2", "0.9905 (0.99 to 0.991)"]
+    assert top == ["lr=99, 2 seeds", "9.9e-4", "2", "2", "0.9905 (0.99 to 0.991)"]
     page.get_by_role("button", name="--lr").click()  # by that flag, the smallest first
-    assert page.locator("#first tbody tr").first.locator("td").nth(1).inner_text() == "0"
+    rates = page.locator("#first tbody td:nth-child(2)").all_inner_texts()
+    assert [float(rate) for rate in rates] == [setting / 1e5 for setting in range(100)]
     assert page.locator("th[aria-sort=ascending]").inner_text() == "--lr"
     assert page.evaluate("document.activeElement.textContent") == "--lr"
     assert page.locator(".run").count() == 200 and not page.locator(".run").first.is_visible()
@@ -654,7 +675,7 @@ def test_two_responses_are_compared_token_by_token(made, tmp_path, visit):
         (runs[-1] / "samples.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"prompt": "1+1"}) + "\n")
     page = visit(*runs)
     see_samples(page)
-    page.get_by_role("button", name="this prompt in 2 places").first.click()
+    page.get_by_role("button", name="same prompt, 2 times").first.click()
     expect_count(page, 2)
     cards = {name: page.locator("#cards .response", has_text=text) for name, text in (("one", "end"), ("two", "13"))}
     cards["one"].get_by_role("button", name="compare").press("Enter")
@@ -726,6 +747,7 @@ def test_numbers_that_are_not_finite_and_broken_lines_are_said(tmp_path, visit):
     alerts.nth(0).locator("summary").click()
     assert "reward/zero_variance" in alerts.nth(0).locator(".help").inner_text()
     page.fill("#find", "metric_1")
+    page.locator("#curves").evaluate("e => e.scrollIntoView()")
     page.locator("figure .nan", has_text="nan × 1").first.wait_for()
 
 
@@ -960,7 +982,7 @@ def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path, vis
         assert place.inner_text() == text and place.bounding_box()["y"] == pytest.approx(top, abs=1)
         page.get_by_role("button", name="show what is new").click()
         expect_count(page, before + 3)
-        page.locator(".sample-group").first.filter(has_text="step 26").wait_for()  # its chunk is fetched
+        page.locator("#cards .sample-group").first.filter(has_text="step 26").wait_for()  # its chunk is fetched
         assert page.input_value("#f-score-min") == "0.5"
         page.close()
 

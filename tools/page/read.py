@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lib import InputError
 from lib.cli.flags import OF_ONE_START
 from lib.log.alerts import alerts_of_run
@@ -211,4 +213,8 @@ def _text(value: Any) -> str:
     """As on a command line."""
     if isinstance(value, list):
         return " ".join(map(_text, value))
+    if value is None:
+        return "none"
+    if isinstance(value, float) and 0 < abs(value) < 1e-3:
+        return np.format_float_scientific(value, trim="-", exp_digits=1)
     return value if isinstance(value, str) else json.dumps(value)

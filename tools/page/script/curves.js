@@ -23,7 +23,8 @@ function families() {
     byKey.set(key, [...(byKey.get(key) ?? []), run]);
   }
   return [...byKey].map(([key, members], i) => {
-    const others = members.length - 1, label = members[0].name + (others ? ` and ${plural(others, "seed")} more` : "");
+    const [{name}] = members, setting = name.replace(/,?seed=\d+/, ""), seeds = plural(members.length, "seed");
+    const label = members.length === 1 ? name : [setting, seeds].filter(Boolean).join(", ");
     return {key, members, label, colour: `c${i % COLOURS}`, dash: i >= COLOURS ? [6, 4] : []};
   });
 }

@@ -16,9 +16,9 @@ function drawRuns() {
 function runCard(run) {
   const flag = (name) => `--${name.replaceAll("_", "-")}`;
   const of = run.total_steps ? ` of ${run.total_steps}` : "";
-  const not = (usual) => (usual === undefined ? null : h("span", {class: "muted"}, ` not ${usual || "empty"}`));
+  const usually = (usual) => (usual && usual !== "none" ? h("span", {class: "muted"}, ` default ${usual}`) : null);
   const flags = Object.entries(run.flags ?? {}).map(([name, [value, usual]]) =>
-    h("li", {}, `${flag(name)} ${value}`, not(usual)));
+    h("li", {}, `${flag(name)} ${value}`, usually(usual)));
   const all = Object.fromEntries(Object.entries(run.all_flags).map(([name, value]) => [flag(name), value]));
   const script = run.script ?? "unknown script", several = runs.length > 1;
   return h("article", {class: "card run", "aria-label": `run ${run.name}`},
@@ -98,7 +98,7 @@ $("colour").addEventListener("change", () => {
   drawScale();
 });
 $("new").addEventListener("click", () => { drawSamples(); $("samples").scrollIntoView(); });
-$("more").addEventListener("click", () => { pages += 1; drawSamples(); });
+$("more").addEventListener("click", () => { pages *= 2; drawSamples(); });
 
 let stamp = null;
 async function refresh() {

@@ -1,4 +1,4 @@
-// The first screen: results as a table, the first curve, samples of the last validation.
+// The first screen: samples of the last validation, results as a table, the first curve.
 
 const MANY = 6; // runs, whose cards and times are folded
 const NO_FLAGS = new Set(["run_name", "output_dir", "seed"]); // in which all runs of a sweep differ
@@ -26,7 +26,7 @@ function tableOf(label, head, body) {
 
 /** One run: each metric before training and now. */
 function beforeAndAfter(run) {
-  return tableOf("before and after", rowOf(["", "before", "after", "at step"], "th"), resultNames().map((name) => {
+  return tableOf("before and after", rowOf(["", "before training", "now", "at step"], "th"), resultNames().map((name) => {
     const {before, after, step, interval: [low, high]} = ends(run, name);
     const spread = typeof low === "number" ? ` (${fmt3(low)} to ${fmt3(high)})` : "";
     const parts = name.split(/(?<=\/)/).flatMap((part) => [part, h("wbr")]); // a line ends after a slash
@@ -47,8 +47,10 @@ function sweepTable() {
     return {family, cells: [...cells, ...found.map((values) => (values.length ? mean(values) : null))], found};
   });
   const first = flags.length + 3, {column, most} = sortedBy ?? {column: first, most: true};
-  const order = (x, y) => (typeof x === "number" && typeof y === "number" ? x - y : String(x ?? "").localeCompare(y ?? "",
-    "en", {numeric: true}));
+  const order = (x, y) => {
+    const difference = Number(x ?? NaN) - Number(y ?? NaN);
+    return Number.isNaN(difference) ? String(x ?? "").localeCompare(y ?? "", "en", {numeric: true}) : difference;
+  };
   lines.sort((a, b) => (most ? -1 : 1) * order(a.cells[column], b.cells[column]));
   const heads = ["run", ...flags.map((name) => `--${name.replaceAll("_", "-")}`), "seeds", "step", ...names];
   const head = h("tr", {}, ...heads.map((name, i) => {
@@ -68,17 +70,13 @@ function sweepTable() {
 
 /** Three responses of the last validation, or of the last step whose samples were kept. */
 function glimpse(run) {
-  const own = rows.filter((row) => row.run === run), of = own.some((row) => row.kind === "val") ? "val" : "train";
-  const step = Math.max(...own.filter((row) => row.kind === of).map((row) => row.step));
-  const shown = own.filter((row) => row.kind === of && row.step === step).slice(0, 3);
-  if (!shown.length) return null;
-  const list = h("ul", {class: "glimpse"}), what = `${of === "val" ? "validation" : "samples"} of step ${step}`;
-  Promise.all(shown.map(async (row) => {
-    const {prompt, response} = (await chunk(row.chunk))[row.at];
-    return h("li", {}, h("b", {}, `score ${fmt(row.score)} `), h("span", {class: "text muted"}, prompt.slice(0, 200)),
-      h("span", {class: "text"}, response.slice(0, 300)));
-  })).then((items) => list.replaceChildren(...items));
-  return h("div", {class: "card"}, h("b", {}, what, " "), link("all of it", () => showStep(run, step)), list);
+  const own = rows.filter((row) => row.run === run), kind = own.some((row) => row.kind === "val") ? "val" : "train";
+  const step = Math.max(...own.filter((row) => row.kind === kind).map((row) => row.step));
+  const last = own.filter((row) => row.kind === kind && row.step === step);
+  if (!last.length) return "";
+  return h("div", {class: "glimpse"},
+    h("h2", {}, `${KINDS[kind]} samples of step ${step} `, link(`show all ${last.length}`, () => showStep(run, step))),
+    h("div", {class: "cards"}, ...byCard(last.slice(0, 3)).map(groupCard)));
 }
 
 let firstShown = "";
@@ -89,8 +87,7 @@ function drawFirst() {
   firstShown = shown;
   if (!name) { $("first").replaceChildren(); return; }
   const curve = makeFigure("a:first", name, (place, read) => drawMetric(name, place, read));
-  $("first").replaceChildren(several ? sweepTable() : beforeAndAfter(runs[0]), curve,
-    (several ? null : glimpse(runs[0])) ?? "");
+  $("first").replaceChildren(...(several ? [sweepTable()] : [glimpse(runs[0]), beforeAndAfter(runs[0])]), curve);
   $("first").classList.toggle("several", several);
   paintDots();
 }

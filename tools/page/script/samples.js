@@ -1,6 +1,7 @@
 // Samples: their chunks, the filters, groups side by side, tokens and their numbers.
 
-const PAGE = 12; // groups that are shown at once
+const FIRST = 6; // groups that are shown before "Show more"
+const KINDS = {train: "Training", val: "Validation"};
 const chunks = new Map(); // key: promise of its rows; the latest 40
 function chunk(key) {
   const found = chunks.get(key) ?? unpack(key);
@@ -122,11 +123,9 @@ let cards = new Map(); // what is shown: {key: element}, kept over a refresh so 
 async function drawSamples(fresh = false) {
   const mine = ++asked, found = await matching(mine);
   if (asked !== mine || found === null) return;
-  const groups = new Map();
-  for (const row of found) groups.set(row.card, [...(groups.get(row.card) ?? []), row]);
-  const size = ORDERS[$("f-sort").value], sorted = [...groups.values()].sort((a, b) => size(b) - size(a));
-  const shown = sorted.slice(0, pages * PAGE);
-  $("count").textContent = counted(found, groups.size);
+  const size = ORDERS[$("f-sort").value], groups = byCard(found).sort((a, b) => size(b) - size(a));
+  const shown = groups.slice(0, pages * FIRST);
+  $("count").textContent = counted(found, groups.length);
   $("one-prompt").hidden = onlyPrompt === null;
   const before = cards, keyOf = (group) => group[0].card + group.map((row) => row.at);
   const reading = fresh && before.size && $("cards").getBoundingClientRect().top < innerHeight;
@@ -139,7 +138,12 @@ async function drawSamples(fresh = false) {
     const now = $("cards").children[i] ?? null;
     if (now !== element) $("cards").insertBefore(element, now);
   });
-  $("more").hidden = shown.length === groups.size;
+  $("more").hidden = shown.length === groups.length;
+}
+function byCard(found) {
+  const groups = new Map();
+  for (const row of found) groups.set(row.card, [...(groups.get(row.card) ?? []), row]);
+  return [...groups.values()];
 }
 
 const filling = new IntersectionObserver((entries) => entries.forEach((entry) => {
@@ -159,15 +163,15 @@ function groupCard(group) {
   const shape = `card sample-group${size > 1 ? " many" : ""}`;
   const element = h("article", {class: shape, "aria-label": `samples of step ${step}`},
     h("header", {}, runs.length > 1 ? h("b", {}, h("bdi", {}, run.name)) : null, h("b", {}, `step ${step}`),
-      h("span", {}, kind === "train" ? "training" : "validation"), source ? h("bdi", {class: "muted"}, source) : null,
+      h("span", {}, KINDS[kind].toLowerCase()), source ? h("bdi", {class: "muted"}, source) : null,
       size > 1 ? h("span", {class: "muted"}, how) : null,
-      again > 1 ? link(`this prompt in ${again} places`, () => showPrompt(prompt)) : null), body);
+      again > 1 ? link(`same prompt, ${again} times`, () => showPrompt(prompt)) : null), body);
   element.fill = async () => {
     const texts = await chunk(key), {prompt: asked, ground_truth: truth = null} = texts[group[0].at];
     const box = {class: "prompt", tabindex: 0, role: "group", "aria-label": "prompt"};
     const images = texts[group[0].at].images.map(picture);
     body.replaceChildren(h("div", box, h("div", {class: "text"}, asked), ...images),
-      truth === null ? "" : h("p", {class: "muted truth"}, "truth ", truth),
+      truth === null ? "" : h("p", {class: "muted truth"}, "ground truth ", truth),
       h("div", {class: "responses"}, ...group.map((row) => response(row, texts[row.at]))));
   };
   filling.observe(element);
@@ -203,12 +207,12 @@ function showStep(run, step) {
 const COLOURINGS = [
   ["none", "nothing"],
   ["logp", "log-prob", false, 1, 3],
-  ["log_ratio", "ratio new / old", true, .05],
+  ["log_ratio", "ratio of new to old policy", true, .05],
   ["advantage", "advantage", true, .1],
-  ["mismatch", "mismatch with the engine", true, .01],
+  ["mismatch", "mismatch of trainer and engine", true, .01],
   ["entropy", "entropy", false, .5],
-  ["ref", "log-prob minus the reference's", true, .1],
-  ["value", "value", true, .1],
+  ["ref", "log-ratio to the reference model", true, .1],
+  ["value", "value of the critic", true, .1],
 ];
 // a call as Hermes and Qwen, Mistral, Qwen3-Coder and Llama 3 write it
 const CALLS = [/<tool_call>[^]*?(?:<\/tool_call>|$)/, /\[TOOL_CALLS\][^]*/, /<function=[^]*?(?:<\/function>|$)/,
@@ -228,7 +232,7 @@ function shade(x, full) {
 
 function response(row, sample) {
   const mask = expand(sample.response_mask);
-  const box = h("div", {class: "tokens text", tabindex: 0, role: "group", dir: "auto",
+  const box = h("div", {class: "tokens text", tabindex: 0, role: "group",
     "aria-label": `response of ${row.length} ${sample.tokens ? "tokens; arrow keys go through them" : "characters"}`});
   box.sample = {...sample, mask, loss: expand(sample.loss_mask), versions: expand(sample.weight_versions), spans: []};
   let start = 0;
@@ -251,6 +255,7 @@ function response(row, sample) {
     start += turn.tokens ?? 0;
     if (turn.by) box.append(place);
   }
+  box.dir = "auto"; // before the text is there, each token would have it all read again
   box.prompt = row.prompt;
   paint(box);
   const advantages = [...sample.numbers.advantage ?? []].filter((_, i) => !mask || mask[i]);
@@ -287,7 +292,7 @@ let base = null; // the response that others to the same prompt are compared wit
 
 function compareButton(row, box) {
   const others = rows.filter((other) => other.prompt === row.prompt).length - 1;
-  return others && link("compare", (event) => {
+  return others < 1 ? null : link("compare", (event) => {
     const again = base?.box === box;
     base = again ? null : {prompt: row.prompt, box, tokens: tokensOf(box)};
     for (const other of document.querySelectorAll(".tokens")) markDifferences(other);
@@ -351,15 +356,15 @@ function showTip(span, spoken) {
   const percent = Number((100 * Math.exp(logp)).toPrecision(2));
   const sampled = {
     "log-prob": n.logp && `${fmt3(logp)} (${percent} %)`,
-    "before the update": n.logp && n.log_ratio && fmt3(old),
-    "engine's": n.logp && n.mismatch && fmt3(old - n.mismatch[i]),
-    ratio: n.log_ratio && fmt3(Math.exp(n.log_ratio[i])),
+    "log-prob before the update": n.logp && n.log_ratio && fmt3(old),
+    "log-prob of the engine": n.logp && n.mismatch && fmt3(old - n.mismatch[i]),
+    "ratio of new to old policy": n.log_ratio && fmt3(Math.exp(n.log_ratio[i])),
     advantage: n.advantage && fmt3(n.advantage[i]),
     mismatch: n.mismatch && fmt3(n.mismatch[i]),
     entropy: n.entropy && fmt3(n.entropy[i]),
-    "reference's": n.ref && fmt3(logp - n.ref[i]),
-    value: n.value && fmt3(n.value[i]),
-    "weights of step": versions?.[i],
+    "log-prob of the reference": n.ref && fmt3(logp - n.ref[i]),
+    "value of the critic": n.value && fmt3(n.value[i]),
+    "sampled by weights of step": versions?.[i],
     "not trained": loss && !loss[i] ? "outside the loss" : undefined,
   };
   const lines = mask && !mask[i] ? {"not sampled": "given by the environment"} : sampled;
@@ -379,13 +384,13 @@ function hideTip() {
   for (const span of document.querySelectorAll(".t.cur")) span.classList.remove("cur");
 }
 
-$("cards").addEventListener("mouseover", (event) => {
+$("main").addEventListener("mouseover", (event) => {
   const span = event.target.closest(".t");
   if (span?.at !== undefined) showTip(span); else hideTip();
 });
-$("cards").addEventListener("mouseleave", hideTip);
-$("cards").addEventListener("focusout", hideTip);
-$("cards").addEventListener("keydown", (event) => {
+$("main").addEventListener("mouseleave", hideTip);
+$("main").addEventListener("focusout", hideTip);
+$("main").addEventListener("keydown", (event) => {
   const spans = event.target.sample?.spans;
   const move = {ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity}[event.key];
   if (event.key === "Escape") hideTip();
