@@ -22,6 +22,7 @@ from importlib.metadata import entry_points
 [command] = entry_points(group="console_scripts", name="plainrl")
 command.load()()
 """
+BUILDING = ("pyproject.toml", "requirements.txt", "tools/launch/build_backend.py")
 DEFAULT_DATA = SMALL[: SMALL.index("--train-files")]
 
 
@@ -82,7 +83,7 @@ def test_a_copy_trains_with_the_wheel_alone(tmp_path):
 def checkout(tmp_path) -> Path:
     """A repository with the files of a wheel, and no others."""
     root = tmp_path / "checkout"
-    for name in (*FILES, "pyproject.toml", "tools/launch/build_backend.py", "data/toy/rows é.jsonl", ".gitignore"):
+    for name in (*FILES, *BUILDING, "data/toy/rows é.jsonl", ".gitignore"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name) if (ROOT / name).exists() else (root / name).touch()
     git(root, "init", "-q")
