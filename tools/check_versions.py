@@ -17,60 +17,55 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("lib", "agent", "servers", "planner", "rewards", "tools")
 PRIVATE = re.compile(r"\b_[A-Za-z]\w*")
+OF_PYTHON = {"_replace", "_asdict", *dir(os), *dir(sys), *dir(threading)}
 
 
-def is_foreign(module: str, root: Path) -> bool:
-    top = module.partition(".")[0]
-    ours = (root / top).is_dir() or (root / f"{top}.py").is_file()
-    return not (ours or top in sys.stdlib_module_names or top.startswith("_"))
-
-
-def imports(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """(line, module, name or ""). A string such as "torch.distributed._tools" counts, as for a logger."""
+def imports(tree: ast.Module) -> Iterator[tuple[int, str, str, str]]:
+    """(line, module, name or "", its name in this file). A string such as "torch.distributed._tools" is one, too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name, "") for alias in node.names)
+            yield from ((node.lineno, alias.name, "", alias.asname or alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
+            yield from ((node.lineno, node.module, alias.name, alias.asname or alias.name) for alias in node.names)
         elif isinstance(node, ast.Constant) and re.fullmatch(r"[A-Za-z]\w*(\.\w+)+", str(node.value)):
-            yield node.lineno, node.value if "._" in node.value else node.value.partition(".")[0], ""
+            yield node.lineno, node.value if "._" in node.value else node.value.partition(".")[0], "", ""
 
 
-def attributes(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of the private ones."""
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return ((node.lineno, node.attr) for node in found if PRIVATE.fullmatch(node.attr))
+def is_installed(package: str, root: Path) -> bool:
+    """Packages that are not installed are optional. Ours and Python's are none."""
+    ours = (root / package).is_dir() or (root / f"{package}.py").is_file()
+    return not (ours or package in sys.stdlib_module_names) and find_spec(package) is not None
+
+
+def load(module: str, name: str) -> Any:
+    found = import_module(module)
+    if not name:
+        return found
+    return getattr(found, name) if hasattr(found, name) else import_module(f"{module}.{name}")
+
+
+def has_path(found: Any, names: list[str]) -> bool:
+    for name in names:
+        found = getattr(found, name, None)
+    return found is not None
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """Private names that the file defines."""
+    """Names of functions and variables of the file, and attributes of self and cls."""
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
-            found.add(node.attr)
-    return found
-
-
-def failure(module: str, name: str) -> str:
-    """Why the import fails; "" if it does not."""
-    try:
-        found = import_module(module)
-        if name and not hasattr(found, name):
-            import_module(f"{module}.{name}")
-    except Exception as error:  # noqa: BLE001  another version may raise anything
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return ""
+    found |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return found | {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls")}
 
 
 @cache
 def private_words(package: str) -> set[str]:
-    """In the sources of a package."""
+    """Of a package's sources."""
     spec, words = find_spec(package), set()
     for folder in (spec.submodule_search_locations if spec else None) or ():
         for file in Path(folder).rglob("*.py*"):
@@ -82,18 +77,22 @@ def private_words(package: str) -> set[str]:
 def missing(root: Path = ROOT) -> Iterator[str]:
     """One line for each."""
     trees = {file: ast.parse(file.read_text()) for folder in FOLDERS for file in sorted(root.glob(f"{folder}/**/*.py"))}
-    ours = {"_replace", "_asdict", *dir(os), *dir(sys), *dir(threading)}.union(*map(own_names, trees.values()))
+    ours = OF_PYTHON.union(*map(own_names, trees.values()))
     for file, tree in trees.items():
-        packages = {"torch"}
-        for line, module, name in imports(tree):
-            package = module.partition(".")[0]
-            if is_foreign(module, root) and find_spec(package):  # others are optional
+        where, packages, objects = file.relative_to(root), {"torch"}, {}
+        for line, module, name, own_name in imports(tree):
+            if is_installed(package := module.partition(".")[0], root):
                 packages.add(package)
-                if why := failure(module, name):
-                    yield f"{file.relative_to(root)}:{line}: {module}{name and '.'}{name}: {why}"
-        for line, name in attributes(tree):
-            if name not in ours and not any(name in private_words(package) for package in packages):
-                yield f"{file.relative_to(root)}:{line}: {name}: not in {', '.join(sorted(packages))}"
+                try:
+                    objects[own_name] = load(module, name)
+                except Exception as error:  # noqa: BLE001  another version may raise anything
+                    what = f"{module}.{name}" if name else module
+                    yield f"{where}:{line}: {what}: {type(error).__name__}: {error}".partition("\n")[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr) and node.attr not in ours:
+                base, *names = ast.unparse(node).split(".")
+                if not (has_path(objects.get(base), names) or any(node.attr in private_words(p) for p in packages)):
+                    yield f"{where}:{node.lineno}: {ast.unparse(node)}: not in {', '.join(sorted(packages))}"
 
 
 if __name__ == "__main__":

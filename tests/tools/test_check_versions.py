@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.common import ROOT, environment
 from tools.check_versions import missing
 
@@ -14,10 +16,11 @@ from __future__ import annotations
 from torch.distributed import _functional_collectives, _gone_too
 from torch.distributed.tensor import _redistribute, DTensor
 from lib.other import _anything
-import os
+import os, torch.distributed as dist
 
 logging.getLogger("torch.distributed.tensor._gone")
 logging.getLogger("torch.distributed.tensor._redistribute")
+dist.ProcessGroupGloo._Gone, dist.ProcessGroupGloo._Options
 
 
 class Own:
@@ -37,11 +40,13 @@ def test_each_missing_name_is_a_line(tmp_path):
         ("4", "torch.distributed._gone"),
         ("6", "torch.distributed._gone_too"),
         ("11", "torch.distributed.tensor._gone"),
-        ("20", "_no_such_attribute"),
+        ("13", "dist.ProcessGroupGloo._Gone"),
+        ("21", "other._no_such_attribute"),
     ]
     assert "ModuleNotFoundError: No module named 'torch.distributed._gone'" in found[0][2]
 
 
+@pytest.mark.slow  # it imports all that the code imports
 def test_the_installed_versions_have_all_of_it():
     command = [sys.executable, "-m", "tools.check_versions"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
