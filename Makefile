@@ -65,7 +65,7 @@ $(AGENTS)/.ready: tests/agent/real/requirements.txt
 test-agents: setup agents  ## the tests with these agents
 	$(BIN)/python -m pytest -n 0 tests/agent/test_real_agents.py $(ARGS)
 
-FAST := core_algos data/test_dataset.py test_data_proto.py run/test_metrics.py scripts/test_siblings.py test_text.py test_docs.py
+FAST := core_algos data/test_dataset.py test_data_proto.py log/test_metrics.py scripts/test_siblings.py test_text.py test_docs.py
 test-fast: setup  ## kernels, data, metrics, documents, in two minutes: what to run while you work
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST:%=tests/%) $(ARGS)
 
