@@ -26,29 +26,40 @@ def in_copy(folder: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", *words], **how)
 
 
-def test_the_tests_of_a_new_loss_and_scorer_fail_until_they_are_written(tmp_path):
+@pytest.fixture
+def copy(tmp_path, monkeypatch) -> Path:
+    """Of the code, with a new loss and a new scorer."""
     for entry in ROOT.iterdir():
         if entry.name in (*WRITTEN, "tools"):
             shutil.copytree(entry, tmp_path / entry.name, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
         elif not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
-    for kind in ("loss", "scorer"):
-        ran(in_copy(tmp_path, "tools.scaffold", kind, "mine"))
+    monkeypatch.setattr(scaffold, "ROOT", tmp_path)
+    scaffold.main("loss", "mine")
+    scaffold.main("scorer", "mine")
+    return tmp_path
+
+
+def test_what_is_written_is_python_in_the_form_of_the_code(copy):
+    folders = ("lib/core_algos", "rewards", "tests/core_algos", "tests/rewards", "tests/scripts")
+    ran(in_copy(copy, "ruff", "check", *folders))
+    ran(in_copy(copy, "ruff", "format", "--check", *folders, "tests/reference_formulas.py"))
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_new_loss_and_scorer_fail_until_they_are_written(copy):
     files = ["core_algos/test_policy_losses.py", "rewards/test_answer_forms.py", "test_papers.py"]
     tests = ["pytest", "-q", "-n", "0", *(f"tests/{file}" for file in files), "-k", "mine or papers"]
-    done = in_copy(tmp_path, *tests)
-    assert (
-        "NotImplementedError: the loss of a token" in done.stdout and "test_a_thought_is_no_answer[mine]" in done.stdout
-    )
+    done = in_copy(copy, *tests)
+    assert "NotImplementedError: the loss of a token" in done.stdout
+    assert "FAILED tests/rewards/test_answer_forms.py::test_a_thought_is_no_answer[mine]" in done.stdout
     assert "FAILED tests/test_papers.py" not in done.stdout
 
     for file, (before, after) in FORMULAS.items():
-        text = (tmp_path / file).read_text()
+        text = (copy / file).read_text()
         assert text.count(before) == 1
-        (tmp_path / file).write_text(text.replace(before, after))
-    ran(in_copy(tmp_path, *tests))
-    ran(in_copy(tmp_path, "ruff", "check", "--ignore", "I001", *WRITTEN))
-    ran(in_copy(tmp_path, "ruff", "format", "--check", *WRITTEN))
+        (copy / file).write_text(text.replace(before, after))
+    ran(in_copy(copy, *tests))
 
 
 @pytest.mark.parametrize(
