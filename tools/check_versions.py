@@ -32,8 +32,8 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str, str, str]]:
             yield from ((node.lineno, alias.name, "", alias.asname or alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from ((node.lineno, node.module, alias.name, alias.asname or alias.name) for alias in node.names)
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"[A-Za-z]\w*(\.\w+)+", str(node.value)):
-            yield node.lineno, node.value if "._" in node.value else node.value.partition(".")[0], "", ""
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[A-Za-z]\w*(\.\w+)+", text := str(node.value)):
+            yield node.lineno, text if "._" in text else text.partition(".")[0], "", ""
 
 
 def is_installed(package: str, root: Path) -> bool:
@@ -66,7 +66,7 @@ def own_names(tree: ast.Module) -> set[str]:
 @cache
 def private_words(package: str) -> set[str]:
     """Of a package's sources."""
-    spec, words = find_spec(package), set()
+    spec, words = find_spec(package), set[str]()
     for folder in (spec.submodule_search_locations if spec else None) or ():
         for file in Path(folder).rglob("*.py*"):
             if file.suffix in (".py", ".pyi"):
@@ -79,7 +79,7 @@ def missing(root: Path = ROOT) -> Iterator[str]:
     trees = {file: ast.parse(file.read_text()) for folder in FOLDERS for file in sorted(root.glob(f"{folder}/**/*.py"))}
     ours = OF_PYTHON.union(*map(own_names, trees.values()))
     for file, tree in trees.items():
-        where, packages, objects = file.relative_to(root), {"torch"}, {}
+        where, packages, objects = file.relative_to(root), {"torch"}, dict[str, Any]()
         for line, module, name, own_name in imports(tree):
             if is_installed(package := module.partition(".")[0], root):
                 packages.add(package)
