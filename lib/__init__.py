@@ -12,7 +12,7 @@ from lib.cli.secrets import redact
 for _name in ("annotated_types", "torch", "transformers", "tyro", "yaml"):
     if find_spec(_name) is None:
         _bin = Path(__file__).parent.parent / ".venv/bin"
-        _todo = "`make setup`, or `pip install` the wheel without --no-deps"
+        _todo = "`make setup`, or `pip install` the wheel with its requirements"
         if _bin.exists() and Path(sys.prefix) != _bin.parent:
             _todo = f"`source {_bin}/activate`, or {_bin}/python in place of python"
         sys.exit(f"error: {sys.executable} has no module {_name!r}, so it is not plainrl's environment: {_todo}")
