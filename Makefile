@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
-.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff paper curves bench docs lint format clean
+.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff paper new-loss new-scorer curves bench docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -65,7 +65,7 @@ $(AGENTS)/.ready: tests/agent/real/requirements.txt
 test-agents: setup agents  ## the tests with these agents
 	$(BIN)/python -m pytest -n 0 tests/agent/test_real_agents.py $(ARGS)
 
-FAST := core_algos data/test_dataset.py test_data_proto.py run/test_metrics.py scripts/test_siblings.py test_text.py test_docs.py
+FAST := core_algos data/test_dataset.py test_data_proto.py log/test_metrics.py scripts/test_siblings.py test_text.py test_docs.py
 test-fast: setup  ## kernels, data, metrics, documents, in two minutes: what to run while you work
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST:%=tests/%) $(ARGS)
 
@@ -77,6 +77,12 @@ diff:  ## what one script changes in another: make diff A=grpo B=dapo
 
 paper: setup  ## write the script of a method in papers/: make paper P=distill
 	$(BIN)/python -m tools.paper apply $(P)
+
+new-loss: setup  ## write the places of a policy loss, with tests that fail: make new-loss NAME=x
+	$(BIN)/python -m tools.scaffold loss $(NAME)
+
+new-scorer: setup  ## write the places of a scorer, with tests that fail: make new-scorer NAME=x
+	$(BIN)/python -m tools.scaffold scorer $(NAME)
 
 curves: setup  ## the learning curves of the documents (an hour); a part: make curves ARGS="--scripts dapo --variants"
 	$(BIN)/python benchmarks/curves.py $(ARGS)

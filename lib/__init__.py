@@ -11,11 +11,8 @@ from lib.cli.secrets import redact
 
 for _name in ("annotated_types", "torch", "transformers", "tyro", "yaml"):
     if find_spec(_name) is None:
-        _root = Path(__file__).parent.parent
-        _bin = _root / ".venv/bin"
-        _todo = (
-            f"`make setup`, or beside a wheel the packages of {_root}/requirements-cpu.txt (on a GPU machine -gpu.txt)"
-        )
+        _bin = Path(__file__).parent.parent / ".venv/bin"
+        _todo = "`make setup`, or `pip install` the wheel with its requirements"
         if _bin.exists() and Path(sys.prefix) != _bin.parent:
             _todo = f"`source {_bin}/activate`, or {_bin}/python in place of python"
         sys.exit(f"error: {sys.executable} has no module {_name!r}, so it is not plainrl's environment: {_todo}")

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -387,3 +388,13 @@ def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
         line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
     }
     assert all((ROOT / "tools/launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
+
+
+def test_the_fast_tests_of_the_makefile_are_there():
+    [names] = re.findall(r"^FAST := (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert [name for name in names.split() if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_the_citation_is_of_the_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

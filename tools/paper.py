@@ -1,6 +1,6 @@
 """Methods of papers/: tested diffs of a script.
 
-    python -m tools.paper new NAME --base grpo    copies grpo.py to NAME.py, which you edit
+    python -m tools.paper new NAME --base grpo    copies grpo.py to NAME.py, which you edit; of a wheel: `plainrl new`
     python -m tools.paper save NAME --base grpo   writes papers/NAME.diff, and a template of papers/NAME.md
     python -m tools.paper apply NAME              writes NAME.py; `make paper P=NAME`
     python -m tools.paper check NAME              the diff's size; NAME.py runs, replays, resumes, and runs on two ranks
@@ -24,6 +24,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ from lib.cli.process import command_line
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "papers"
+SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 MOST_LINES = 80  # changed by a diff, see `changed_lines`
 METRIC = "val/toy/arithmetic/mean@1"
 SMALL = (
@@ -121,6 +124,14 @@ def write_script(name: str, source: Path) -> None:
 
 def new(name: Positional[str], base: str = "grpo") -> None:
     """Copies a script, to be edited."""
+    if base not in SCRIPTS:
+        raise InputError(f"--base {base}: choose one of {', '.join(SCRIPTS)}")
+    if not name.isidentifier() or iskeyword(name):
+        raise InputError(f"{name}: not a name of a module: use letters, digits and _, and leave out .py")
+    if Path(f"{name}.py").exists():
+        raise InputError(f"{name}.py exists: remove it, or choose another name")
+    if name not in SCRIPTS and (name in sys.modules or find_spec(name)):
+        raise InputError(f"{name}: a module of this name is installed, which {name}.py would hide: choose another name")
     write_script(name, ROOT / f"{base}.py")
 
 
@@ -183,7 +194,7 @@ def commands_of(name: str) -> Commands:
 
 def workplace(name: str, folder: Path) -> Path:
     """The method's script in the folder, with links to what commands of a page name."""
-    for entry in ("data", "grpo.py", "ppo.py", "remax.py", "dapo.py"):
+    for entry in ("data", *(f"{script}.py" for script in SCRIPTS)):
         (folder / entry).symlink_to(ROOT / entry)
     return patched(name, folder)
 
@@ -357,7 +368,16 @@ def table() -> None:
         page.write_text(text)
 
 
-if __name__ == "__main__":
+def command(program: str, description: str | None, *functions: Callable) -> None:
     with command_line():
-        functions = {function.__name__: function for function in (new, save, apply, check, record, table, refresh)}
-        tyro.extras.subcommand_cli_from_dict(functions, prog="python -m tools.paper", description=__doc__)
+        named = {function.__name__: function for function in functions}
+        tyro.extras.subcommand_cli_from_dict(named, prog=program, description=description)
+
+
+def plainrl() -> None:
+    """Scripts of plainrl, to be edited and run."""
+    command("plainrl", plainrl.__doc__, new, apply)
+
+
+if __name__ == "__main__":
+    command("python -m tools.paper", __doc__, new, save, apply, check, record, table, refresh)

@@ -117,6 +117,26 @@ def test_mistakes_are_one_line_each(repository):
         paper.commands_of("mine")
 
 
+@pytest.mark.parametrize(
+    ("name", "base", "said"),
+    [
+        ("mine", "sac", "--base sac: choose one of grpo, ppo, remax, dapo"),
+        ("my-method", "grpo", "my-method: not a name of a module: use letters, digits and _"),
+        ("mine.py", "grpo", "leave out .py"),
+        ("class", "grpo", "class: not a name of a module"),
+        ("grpo", "ppo", "grpo.py exists: remove it, or choose another name"),
+        ("torch", "grpo", "torch: a module of this name is installed, which torch.py would hide"),
+        ("lib", "grpo", "which lib.py would hide"),
+    ],
+)
+def test_a_script_that_cannot_be_written_is_one_line(repository, name, base, said):
+    before = {*repository.iterdir()}
+    with pytest.raises(InputError) as error:
+        paper.new(name, base)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert {*repository.iterdir()} == before
+
+
 def test_commands_of_a_page_are_read(repository):
     paper.new("mine")
     edit(repository / "mine.py", 4, "line4 = 5")

@@ -1,8 +1,9 @@
-"""Builds the wheel for pip and uv (PEP 517): `pip wheel --no-deps .`, `uv sync --extra gpu`. It needs no packages.
+"""Builds the wheel for pip and uv (PEP 517): `pip wheel --no-deps .`, `uv sync --extra gpu`. This needs no packages.
 
 The wheel has the files that git tracks, as they are now: other files in the checkout may be private. They are one
 folder plainrl/ in it, because other packages, too, may be called `lib` or `tools`. plainrl.pth puts that folder at the
-end of sys.path, so that a copy of a script finds lib, rewards and tools. The extras are the requirement files.
+end of sys.path, so that a copy of a script finds lib, rewards and tools. The wheel requires what the scripts need
+without vLLM; its extras are the locked requirement files. Its command is `plainrl`.
 """
 
 import base64
@@ -25,6 +26,7 @@ FILES = (
     "tools/launch/requirements-gpu.txt",
     "LICENSE",
 )
+COMMAND = "[console_scripts]\nplainrl = tools.paper:plainrl\n"
 
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: object = None) -> str:
@@ -46,8 +48,12 @@ def build_editable(wheel_directory: str, config_settings: object = None, metadat
 
 
 def _requirements(name: str) -> list[str]:
-    lines = (ROOT / name).read_text().splitlines()
+    lines = (ROOT / name).read_text().partition("# tests and lint")[0].splitlines()
     return [line.partition(" #")[0] for line in lines if line and not line.startswith("#")]
+
+
+def _required() -> list[str]:
+    return [line for line in _requirements("requirements.txt") if not line.startswith(("vllm==", "cuda-python=="))]
 
 
 def _extras() -> dict[str, list[str]]:
@@ -74,11 +80,13 @@ def _write(folder: Path, contents: dict[str, Path], texts: dict[str, str]) -> st
     metadata = [("Metadata-Version", "2.4"), ("Name", "plainrl"), ("Version", project["version"])]
     metadata += [("Summary", project["description"]), ("Requires-Python", project["requires-python"])]
     metadata += [("License-Expression", project["license"])]
+    metadata += [("Requires-Dist", requirement) for requirement in _required()]
     for extra, requirements in _extras().items():
         metadata += [("Provides-Extra", extra), *(("Requires-Dist", f"{r}; extra == '{extra}'") for r in requirements)]
     wheel = [("Wheel-Version", "1.0"), ("Generator", "plainrl"), ("Root-Is-Purelib", "true"), ("Tag", "py3-none-any")]
     for file, fields in (("METADATA", metadata), ("WHEEL", wheel)):
         texts[f"{name}.dist-info/{file}"] = "".join(f"{key}: {value}\n" for key, value in fields)
+    texts[f"{name}.dist-info/entry_points.txt"] = COMMAND
     record = ""
     with ZipFile(folder / f"{name}-py3-none-any.whl", "w", ZIP_DEFLATED) as archive:
         for target, path in contents.items():
