@@ -102,24 +102,10 @@ def test_a_new_loss_is_one_function(tmp_path):
     with (tmp_path / "lib/core_algos/papers/losses.py").open("a") as file:
         file.write(SCALED)
     how = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 300}
-    command = [
-        sys.executable,
-        "grpo.py",
-        "--model",
-        TOY_MODEL,
-        *SMALL,
-        "--loss",
-        "scaled",
-        "--total-steps",
-        "1",
-        "--run-name",
-        "run",
-    ]
+    command = [sys.executable, "grpo.py", "--model", TOY_MODEL, *SMALL, "--loss", "scaled"]
+    command += ["--total-steps", "1", "--run-name", "run"]
     ran(subprocess.run([*command, "--loss-kwargs", "factor=2"], **how))
     config = json.loads((tmp_path / "runs/run/config.json").read_text())
     assert config["loss"] == "scaled" and config["loss_kwargs"] == ["factor=2"]
-    for word, said in (
-        ("factor=0", "error: --loss scaled: factor=0: Input should be greater than 0"),
-        ("beta=1", "error: --loss scaled takes no beta, only factor"),
-    ):
-        assert said in subprocess.run([*command, "--loss-kwargs", word], **how).stderr
+    said = subprocess.run([*command, "--loss-kwargs", "factor=0"], **how).stderr
+    assert "error: --loss scaled: factor=0: Input should be greater than 0" in said

@@ -263,7 +263,7 @@ def balanced(world, path, mini_batches):
     return moved.batch["row"].tolist(), [part.batch["row"].tolist() for part in batch.split(size)], costs, metrics
 
 
-@pytest.mark.parametrize("size, mini_batches", [(2, 1), (2, 3), (3, 2), (4, 2), (4, 3)])
+@pytest.mark.parametrize("size, mini_batches", [(2, 1), (3, 2), (4, 3)])
 def test_rows_move_with_all_they_have_and_mini_batches_stay_what_they_are(size, mini_batches, tmp_path):
     results = run_ranks(size, balanced, save_tiny(tmp_path), mini_batches)
     length = 48 // size // mini_batches
@@ -317,10 +317,9 @@ def gradient_of_mini_batch(world, path, balance):
     return total, [full_tensor(p.grad).clone() for p in parameters], clip_grad_norm(parameters, 1e9)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_loss_and_gradient_are_those_of_rows_as_they_came(size, tmp_path):
+def test_loss_and_gradient_are_those_of_rows_as_they_came(tmp_path):
     """fp64 sums in another order: 1e-9 of the norm. A row that is lost or doubled changes 1 / 24 of the sum."""
-    path = save_tiny(tmp_path)
+    path, size = save_tiny(tmp_path), 2
     loss, gradient, norm = run_ranks(size, gradient_of_mini_batch, path, False)[0]
     for other_loss, other_gradient, other_norm in run_ranks(size, gradient_of_mini_batch, path, True):
         torch.testing.assert_close(other_loss, loss, rtol=1e-9, atol=0)
@@ -439,7 +438,7 @@ def any_rows(world, path: str, mini_batches: int, size: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("size, mini_batches", [(2, 1), (2, 3), (3, 4)])
+@pytest.mark.parametrize("size, mini_batches", [(2, 3), (3, 4)])
 def test_rows_of_any_number_train_as_on_one_rank(size, mini_batches, tmp_path):
     """Groups come together whole and go into mini-batches whose numbers of groups differ by one at most. Loss and
     gradient of each are those of one rank that has these rows, though a rank has micro-batches or whole mini-batches

@@ -43,6 +43,7 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_log_probs_are_three_kernels(graphs, tmp_path):
     """One of two loops forward; backward one over all logits and one for the sampled tokens."""
     h, weight = (torch.randn(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 151_936))  # Qwen's words

@@ -37,8 +37,6 @@ ROOT = Path(__file__).parents[2]
 
 # ---- gsm8k ----
 
-LONG = 12345678901234567890123456789012345678901
-
 
 @pytest.mark.parametrize(
     ("response", "truth", "strict", "flexible"),
@@ -116,23 +114,6 @@ def test_math_off_the_main_thread():
     assert results == [{"score": score, "pred": pred} for _, _, score, pred in MATH * 3]
 
 
-@pytest.mark.parametrize(
-    ("text", "boxed"),
-    [
-        (r"\boxed{a}", "a"),
-        (r"\boxed{ a_{b_{c}} } }", "a_{b_{c}}"),
-        (r"\boxed{\{a\}}", r"\{a\}"),
-        (r"\boxed{\}}", r"\}"),
-        (r"\boxed{a \boxed{b}}", "b"),
-        (r"\boxed{a", None),
-        ("\\boxed{a\\", None),
-        ("a", None),
-    ],
-)
-def test_last_boxed(text, boxed):
-    assert math_reward.last_boxed(text) == boxed
-
-
 # ---- reasoning_gym ----
 
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # entry["answer"] is None
@@ -158,28 +139,6 @@ def test_every_task_survives_json_and_is_scored_as_in_memory(task):
             scored = gym_reward.compute_score("", f"<answer>{wrong}</answer>", text)
             assert 0.0 <= scored["score"] < 1.0
     assert (entry["answer"] is None) == (task in NO_ORACLE)
-
-
-def test_dump_entry_types():
-    value = {"t": (1, (2, [3.5, None])), 1: {"a": True}, (1, 2): "x"}
-    assert gym_reward.load_entry(json.loads(json.dumps(gym_reward.dump_entry(value)))) == value
-    with pytest.raises(TypeError, match="a set has no JSON form"):
-        gym_reward.dump_entry({"s": {1}})
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("<answer>5</answer>", "5"),
-        ("<answer>4</answer> no: <answer> 5\n6 </answer> done 7", "5\n6"),
-        ("put it in <answer> tags: <answer>5</answer>", "5"),
-        ("working\n\n 5 \n\n", "5"),
-        ("<answer>5", "<answer>5"),
-        ("", ""),
-    ],
-)
-def test_extract_answer(response, answer):
-    assert gym_reward.extract_answer(response) == answer
 
 
 def truth_of(task, **kwargs):
@@ -662,6 +621,7 @@ def test_taco_script(tmp_path, capsys, programs_run):
         make("taco", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
     done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -692,16 +652,10 @@ def test_reasoning_gym_script_for_another_scorer(tmp_path):
     [
         ("gsm8k", {"local_dir": "none"}, r"none: no train\*.parquet"),
         ("gsm8k", {"local_dir": "copy"}, "copy train row 0: its answer has no '####'"),
-        ("math", {"local_dir": "copy"}, "copy train row 0: no column 'problem'; it has question"),
         ("countdown", {"local_dir": "copy"}, "copy train row 0: no column 'target'; it has question, answer"),
         ("dapo_math", {"local_dir": "copy"}, r"copy: no dapo-math-17k\*.parquet"),
         ("math_val", {"local_dir": "copy"}, r"copy/math500: no test\*.parquet"),
-        ("search_qa", {"local_dir": "copy"}, r"copy/nq: no train\*.parquet"),
-        ("mbpp", {"local_dir": "copy"}, "copy train row 0: no column 'text'; it has question, answer"),
-        ("taco", {"local_dir": "copy"}, "copy train row 0: no column 'input_output'; it has question, answer"),
-        ("geometry3k", {"local_dir": "copy"}, "copy train row 0: no column 'images'; it has question, answer"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
-        ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": "{"}, "--task-kwargs {: not valid JSON"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": '{"size": 1}'}, "without seed and size"),
