@@ -7,7 +7,7 @@ import pytest
 from benchmarks import all_runs, comparison, pretrained, vs_trl, vs_trl_learn
 from benchmarks.curves import ACCURACY
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, run_plainrl, skewed_lengths, steps_of_run
-from tests.common import ROOT, fork_module, ran, with_slow
+from tests.common import ROOT, fork_module, ran
 
 SMALL = {  # ranks, flags
     "data_proto": (1, ["--rows", "16", "--tokens", "16", "--repeats", "1"]),
@@ -17,7 +17,8 @@ SMALL = {  # ranks, flags
 }
 
 
-@pytest.mark.parametrize("name", with_slow(SMALL, "balance"))
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.slow
 def test_the_benchmarks_of_parts_run(name):
     """Each compares the results of its sides before it times them."""
     ranks, flags = SMALL[name]
@@ -64,6 +65,7 @@ def test_the_skewed_lengths_are_those_of_the_docstring():
     assert max(lengths) == 128 and sum(n < 20 for n in lengths) == 8
 
 
+@pytest.mark.slow
 def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path, monkeypatch):
     task = vs_trl_learn.TASKS["toy"]
     monkeypatch.setattr(vs_trl_learn, "child", lambda command, log: ran(fork_module("grpo", *command[2:])))

@@ -31,7 +31,7 @@ from lib.model import response_log_probs
 from lib.rollout import Sampling, request_seeds
 from rewards.verifiers import compute_score as verifiers_score
 from tests.agent.test_agent_loop import build, prompts_of, recorded, rewards, tokenizer, turns_of
-from tests.common import ROOT, START_S, answers, fork, free_port, metrics, ran, save_tiny, with_slow
+from tests.common import ROOT, START_S, answers, fork, free_port, metrics, ran, save_tiny
 
 N = 8  # episodes
 
@@ -535,7 +535,8 @@ def learns(spec: str, folder, steps: int, *args: str) -> list[float]:
 SEVERAL_TURNS = ["--reward", "--multi-turn.max-turns", "2", "--multi-turn.max-turn-tokens", "16"]
 
 
-@pytest.mark.parametrize("kind", with_slow(["gym", "openenv", "verifiers"], "openenv", "verifiers"))
+@pytest.mark.parametrize("kind", ["gym", "openenv", "verifiers"])
+@pytest.mark.slow
 def test_grpo_learns_in_a_few_steps(kind, tmp_path, request):
     if kind == "gym":
         spec = request.getfixturevalue("game")

@@ -237,6 +237,7 @@ def test_two_ranks_need_half_the_memory_each(tmp_path):
 # ---- as users run it -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_rows_that_no_rank_could_run_alone(tmp_path):
     """A row is of 48 tokens at most. rel 1e-4, abs 1e-5: fp32 sums in another order, over 8 updates by Adam."""
     args = [*SMALL, "--num-mini-batches", "2", "--update-epochs", "2", "--total-steps", "2", "--kl-coef", "0.01"]
