@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -119,9 +120,14 @@ def test_math_off_the_main_thread():
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # entry["answer"] is None
 
 
+@cache
+def puzzles_of(task):
+    return reasoning_gym.create_dataset(task, seed=1, size=3)
+
+
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))  # composite is made of other data sets
 def test_every_task_survives_json_and_is_scored_as_in_memory(task):
-    source = reasoning_gym.create_dataset(task, seed=1, size=2)
+    source = puzzles_of(task)
     for entry in source:
         text = json.dumps({"task": task, "task_kwargs": {}, "entry": gym_reward.dump_entry(entry)})
         assert gym_reward.load_entry(json.loads(text)["entry"]) == entry
@@ -328,7 +334,7 @@ DEGENERATE = [
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))
 def test_no_answer_is_right_for_every_question(task):
     """nan for complex_arithmetic, 0 for coin_flip and anything for game_of_life_halting are, to upstream's scorers."""
-    entries = list(reasoning_gym.create_dataset(task, seed=3, size=4))
+    entries = list(puzzles_of(task))
     for answer in [*DEGENERATE, "0", "-1", "x", "[[]]"]:
         scores = []
         for entry in entries:
