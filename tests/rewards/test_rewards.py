@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -122,13 +123,13 @@ NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rus
 
 @cache
 def puzzles_of(task):
-    return reasoning_gym.create_dataset(task, seed=1, size=3)
+    return reasoning_gym.create_dataset(task, seed=3, size=4)
 
 
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))  # composite is made of other data sets
 def test_every_task_survives_json_and_is_scored_as_in_memory(task):
     source = puzzles_of(task)
-    for entry in source:
+    for entry in itertools.islice(source, 2):
         text = json.dumps({"task": task, "task_kwargs": {}, "entry": gym_reward.dump_entry(entry)})
         assert gym_reward.load_entry(json.loads(text)["entry"]) == entry
         answers = []
