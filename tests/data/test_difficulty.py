@@ -1,6 +1,5 @@
 """--prompt-sampling: which prompts come, by what their responses scored before."""
 
-import json
 from itertools import product
 
 import numpy as np
@@ -147,13 +146,3 @@ def test_a_row_of_one_score_and_a_dead_one_tell_nothing():
     assert prompts.metrics() == {"prompts/seen": 0.0, "prompts/skipped": 0.0}
 
 
-@alone
-@pytest.mark.parametrize("sampling", ["skip", "variance"])
-def test_resumed_equals_never_interrupted(sampling):
-    whole = steps_of(loader(11, 4, sampling, skip_after=1), 12)
-    first = loader(11, 4, sampling, skip_after=1)
-    begun = steps_of(first, 5)
-    resumed = loader(11, 4, sampling, skip_after=1)
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert begun + steps_of(resumed, 7) == whole
-    assert len({row for step in whole for row in step}) == 11

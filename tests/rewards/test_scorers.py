@@ -242,37 +242,6 @@ def test_a_response_without_a_box_is_searched_at_its_end():
 # ---- math_dapo ----
 
 
-# fmt: off
-DAPO = {  # (truth, what is read): of these responses
-    ("34", "34"): ["So.\nAnswer: 34", "Answer: $34$.", "Answer: $\\boxed{34}$",
-        "Answer: m + n = \\boxed{34}.", "Answer: \\(34\\)", "**Answer:** 34", "**Answer**: **34**",
-        "Answer: 34.", "Answer: \\$34", "Answer: 34 degrees", "Answer: 34^\\circ",
-        "Answer: 34\\text{ cm}"],
-    ("-7", "-7"): ["answer :\n-7"],
-    ("25", "25"): ["Answer: 025", "Answer: 25.0"],
-    ("025", "25"): ["Answer: 25"],
-    ("1234", "1234"): ["Answer: 1,234", "Answer: 1{,}234", "Answer: 1,\\!234"],
-    ("5", "5"): ["Answer: about $5$ cm", "Answer: 5\\text{ m}", "Answer: 5 \\text{ cm}^2",
-        "Answer: 5 square units"],
-    ("4", "4"): ["Answer: p = 3, q = 4", "Answer: 3\nAnswer: 4"],
-    ("33", "33"): ["Answer: 33\\mathrm{th}"],
-    ("17", "17"): ["Answer: 17 students"],
-    ("\\frac{1}{2}", "\\frac{1}{2}"): ["Answer: \\frac12"],
-    ("2\\sqrt{3}", "2\\sqrt{3}"): ["Answer: 2\\sqrt3"],
-    ("(1,2)", "(1,2)"): ["Answer: (1, 2)"],
-    ("apple", "apple"): ["Answer: an apple"],
-    ("A", "A"): ["Answer: A"],
-}
-# fmt: on
-
-
-@pytest.mark.parametrize(("truth", "pred"), DAPO)
-def test_math_dapo_right(truth, pred):
-    for response in DAPO[truth, pred]:
-        scored = math_dapo.compute_score("math_dapo", response, truth)
-        assert scored == {"score": 1.0, "acc": 1.0, "pred": pred}, response
-
-
 @pytest.mark.parametrize(
     ("response", "truth", "pred"),
     [
@@ -407,34 +376,18 @@ def test_geometry3k(response, truth, acc, form):
 # ---- multiple_choice ----
 
 
-# fmt: off
-CHOICES = {  # the letter that is read: of these responses
-    "B": ["... so \\boxed{B}", "\\boxed{\\text{B}}", "\\boxed{\\textbf{(B)}}", "\\boxed{(b)}",
-        "\\boxed{B. Paris}", "Answer: C, no: \\boxed{B}", "Answer: B", "Answer: (B)",
-        "**Answer:** B", "**Answer: B**", "Answer:\n\n(B) 12 metres", "First A.\nThe answer is B",
-        "The answer is (b).", "The answer is B, not A", "Answer: B. A is wrong",
-        "The answer is I think B", "Answer: \uff22", "B", "(b)", "B) Paris"],
-    None: ["\\boxed{Paris}", "\\boxed{a cat}", "\\boxed{A, B}", "\\boxed{A \\text{ and } B}",
-        "\\boxed{B A}", "\\boxed{AB}", "<answer>A or B</answer>", "Answer: Paris, (C)",
-        "Answer: A or B", "Answer: (A) and (C)", "Answer: A, B and C", "Answer: B/C",
-        "The answer is not B", "The answer is a good one", "The answer is A good one", "Answer: K",
-        "Answer: A\nOn reflection:\nAnswer: B or C", "A cat sat here", "I do not know",
-        "B\nbecause", ""],
-    "D": ["<think>A?</think> <answer>D</answer>",
-        "<answer> (d) because the rest is wrong </answer>"],
-    "C": ["The correct answer is: option C", "the answer is **C**.", "Answer: $C$",
-        "Answer: A\nOn reflection:\nAnswer: C"],
-    "A": ["The answer is (A) since (B) is false", "The answer is A because B is false"],
-    "I": ["the answer is (I)"],
-}
-# fmt: on
+NO_CHOICE = [
+    *("\\boxed{Paris}", "\\boxed{a cat}", "\\boxed{A, B}", "\\boxed{A \\text{ and } B}", "\\boxed{B A}", "\\boxed{AB}"),
+    *("<answer>A or B</answer>", "Answer: Paris, (C)", "Answer: A, B and C", "The answer is not B", "Answer: K"),
+    *("The answer is a good one", "The answer is A good one", "Answer: A\nOn reflection:\nAnswer: B or C"),
+    *("A cat sat here", "I do not know", "B\nbecause", ""),
+]
 
 
-@pytest.mark.parametrize("pred", CHOICES)
-def test_multiple_choice(pred):
-    for response, truth in product(CHOICES[pred], "ABCDI"):
-        scored = multiple_choice.compute_score("cais/mmlu", response, truth)
-        assert scored == {"score": float(pred == truth), "pred": pred}, response
+def test_what_names_no_choice_is_no_answer():
+    """test_answer_forms.py has what does."""
+    for response, truth in product(NO_CHOICE, "ABCDI"):
+        assert multiple_choice.compute_score("cais/mmlu", response, truth) == {"score": 0.0, "pred": None}, response
 
 
 @given(
