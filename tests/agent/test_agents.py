@@ -239,13 +239,6 @@ def test_another_history_begins_a_segment(second, lost):
     assert metrics["tokens_reencoded"] == (len(engine.sampled[1][0]) if lost else 0)
 
 
-def test_a_template_that_forgets_begins_a_segment():
-    second = [first_request, lambda prompt, said: [*prompt, said[0], user("go on")]]
-    out, metrics, engine = converse(*second, texts=["<think>1</think>2"], template=FORGETS)
-    assert len(segments_of(out)) == 2 and metrics["lost_prefixes"] == 1
-    assert "think" not in tokenizer().decode(engine.sampled[1][0])
-
-
 def test_a_seed_repeats_an_answer_of_its_episode_and_no_other():
     """If it did, a group would have equal answers."""
     said = {}
