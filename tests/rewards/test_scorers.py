@@ -541,6 +541,8 @@ POWERS = ["9**9**9**9", "9^{9^{9^{9}}}", "9999999999!"]
 CODE = ["__import__('os').mkdir('ran')", "1 if __import__('os').mkdir('ran') else 2", "(lambda: open('ran', 'w'))()"]
 PROBE = """
 import importlib, json, resource, sys, time
+from lib.sandbox import client
+client.GRACE = 300
 module, texts, truths, shapes = json.load(sys.stdin)
 scorer = importlib.import_module("rewards." + module)
 for truth in truths:
@@ -633,6 +635,7 @@ def test_hostile_texts_and_reasoning_gym(tmp_path):
 
 def test_huge_powers_end_with_math_verifys_limit():
     code = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
+    code += "from lib.sandbox import client\nclient.GRACE = 300\n"
     code += f"from rewards.math import compute_score\nprint(compute_score('', {POWERS[1]!r}.join(['$', '$']), '7'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert "'score': 0.0" in done.stdout, done.stderr
