@@ -144,5 +144,3 @@ def test_a_row_of_one_score_and_a_dead_one_tell_nothing():
     prompts = loader(4, 2, "skip", skip_after=1)
     record(prompts, {0: [1.0], 1: []})
     assert prompts.metrics() == {"prompts/seen": 0.0, "prompts/skipped": 0.0}
-
-
