@@ -326,7 +326,7 @@ SEVERAL_UPDATES = [  # of several micro-batches
 ]
 
 Completed = TypeVar("Completed", bound=subprocess.CompletedProcess)
-START_S = 300  # of a vLLM server, on a machine with other work
+START_S = 900  # of a vLLM server, on a machine with other work
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["tests.warm"])

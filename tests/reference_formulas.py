@@ -123,7 +123,7 @@ def kl_estimate(name: str, new, ref: float, old):
     value = {"k1": d, "k2": k2, "k3": k3, "abs": d.abs()}[name.removesuffix("+").removesuffix("_unbiased")]
     if name.endswith("+"):
         return value.detach() + k2 - k2.detach()
-    return (new - old.detach()).exp() * value if name.endswith("_unbiased") else value
+    return (new - old.detach()).clamp(-20, 20).exp() * value if name.endswith("_unbiased") else value
 
 
 def whitened(values: Numbers) -> Numbers:
@@ -348,14 +348,15 @@ def row_losses(args, row: list[Token], new, old, rollout, advantages, cov_keep, 
     given = args.loss_settings
     clip = lambda low, high: (given.get("cliprange_low", low), given.get("cliprange_high", high))  # noqa: E731
     d = {at: new[at] - old[at].detach() for at in row}  # log ratios
+    near = {at: x.clamp(-20, 20) for at, x in d.items()}
     bounded = {}  # GMPO
     for at in row:
         low, high = clip(0.4, 0.4)
         sign = (advantages[at] > 0) - (advantages[at] < 0)
-        bounded[at] = d[at].clamp(max=high) if sign > 0 else d[at].clamp(min=-low) if sign else 0 * d[at]
+        bounded[at] = near[at].clamp(max=high) if sign > 0 else near[at].clamp(min=-low) if sign else 0 * d[at]
     losses, metrics = {}, defaultdict(dict)
     for at in row:
-        a, lp, ratio, p, q = advantages[at], new[at], d[at].exp(), old[at].exp().item(), new[at].exp().item()
+        a, lp, ratio, p, q = advantages[at], new[at], near[at].exp(), old[at].exp().item(), new[at].exp().item()
         r, clipped = ratio.item(), None
         match args.loss:
             case "vanilla":
@@ -377,9 +378,10 @@ def row_losses(args, row: list[Token], new, old, rollout, advantages, cov_keep, 
                 metrics["cov_klfrac"][at] = at in cov_pick
             case "gspo":
                 s = fsum(x.item() for x in d.values()) / len(row)
-                loss, clipped, _ = ppo_clip(a, (s + lp - lp.detach()).exp(), *clip(3e-4, 4e-4))
+                loss, clipped, _ = ppo_clip(a, (s + lp - lp.detach()).clamp(-20, 20).exp(), *clip(3e-4, 4e-4))
             case "geo_mean":
-                loss, clipped = -a * (sum(bounded.values()) / len(row)).exp(), a != 0 and (bounded[at] != d[at]).item()
+                loss = -a * (sum(bounded.values()) / len(row)).exp()
+                clipped = a != 0 and (bounded[at] != near[at]).item()
             case "cispo":
                 low, high = clip(1.0, 4.0)
                 weight = min(max(r, 1 - low), 1 + high)
@@ -403,7 +405,7 @@ def row_losses(args, row: list[Token], new, old, rollout, advantages, cov_keep, 
                 loss = -min(r, given.get("ratio_high", 20.0)) * a * lp * (not clipped)
             case "dro":
                 loss = -a * lp + given["dro_beta"] / 2 * d[at] ** 2
-        losses[at], metrics["ppo_kl"][at] = loss, -d[at].item()
+        losses[at], metrics["ppo_kl"][at] = loss, -near[at].item()
         if clipped is not None:
             metrics["pg_clipfrac"][at] = clipped
     return losses, metrics

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import all_runs, comparison, pretrained, vs_trl, vs_trl_learn
 from benchmarks.curves import ACCURACY
 from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, run_plainrl, skewed_lengths, steps_of_run
-from tests.common import ROOT, fork_module, ran, with_slow
+from tests.common import ROOT, fork_module, ran
 
 SMALL = {  # ranks, flags
     "data_proto": (1, ["--rows", "16", "--tokens", "16", "--repeats", "1"]),
@@ -17,7 +17,8 @@ SMALL = {  # ranks, flags
 }
 
 
-@pytest.mark.parametrize("name", with_slow(SMALL, "balance"))
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.slow
 def test_the_benchmarks_of_parts_run(name):
     """Each compares the results of its sides before it times them."""
     ranks, flags = SMALL[name]
@@ -64,6 +65,7 @@ def test_the_skewed_lengths_are_those_of_the_docstring():
     assert max(lengths) == 128 and sum(n < 20 for n in lengths) == 8
 
 
+@pytest.mark.slow
 def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path, monkeypatch):
     task = vs_trl_learn.TASKS["toy"]
     monkeypatch.setattr(vs_trl_learn, "child", lambda command, log: ran(fork_module("grpo", *command[2:])))
@@ -115,76 +117,3 @@ def test_the_page_of_records_has_all_of_them():
         assert f"]({file.relative_to(folder)})" in page, "a record is not on the page"
     [pretrained_ppo] = [row for row in all_runs.rows() if row.record == "pretrained/ppo_2.jsonl"]
     assert all_runs.line(pretrained_ppo).startswith("| ppo.py | vllm | 2 | 0.12 | 0.25 | 40 |  | 5fc8910 |")  # by hand
-
-
-def test_the_runs_at_other_learning_rates_go_on_where_they_were_stopped(tmp_path, monkeypatch):
-    """With a function in the place of a run: maxrl has 0.9 at 1e-3, all others 0.5 where there is no record."""
-    asked, stop = [], [30]
-
-    def run(script, flags, seed, keys):
-        if len(asked) in stop:
-            raise KeyboardInterrupt
-        asked.append((script, flags, seed))
-        high = "--adv-estimator maxrl" in flags and flags.endswith("--lr 1e-3")
-        return {"seed": seed, "curves": {ACCURACY: [(0, 0.9 if high else 0.5)]}}
-
-    monkeypatch.setattr(comparison, "RATES_RECORD", tmp_path / "rates.jsonl")
-    monkeypatch.setattr(comparison, "run_seed", run)
-    monkeypatch.setattr(comparison, "provenance", lambda jobs: {})
-    with pytest.raises(KeyboardInterrupt):
-        comparison.run_rates()
-    assert [seed for *_, seed in asked] == 23 * [1] + 7 * [2]  # twelve settings at two rates; of one there is a record
-    part = comparison.rate_table()
-    assert "| grpo | 0.66 | 0.82 | 0.50 (1 of 5 seeds) |" in part and "| maxrl | 0.75 | 0.50 (2 of 5 seeds) |" in part
-    stop.clear()
-    comparison.run_rates()
-    assert len(asked) == len({*asked}) == 115
-    rows = {line.split(" | ")[0].strip("| "): line for line in comparison.rate_table().splitlines()}
-    assert rows["maxrl"].endswith("| more |") and rows["dr_grpo"].endswith("| less |")  # than grpo's 0.82 at 3e-4
-    assert not any(word in comparison.rate_table() for word in ("seeds)", "–", "not run"))
-
-
-def test_the_runs_of_long_responses_go_on_where_they_were_stopped(tmp_path, monkeypatch):
-    """With a function in the place of a run: seed s has accuracy s / 10, with gspo 0.1 or 0.2 more, with rloo and cispo
-    0.1 less."""
-    asked, stop = [], 20
-
-    def run(script, flags, seed, keys):
-        if len(asked) == stop:
-            raise KeyboardInterrupt
-        asked.append((script, flags, seed))
-        more = (0.1 + 0.1 * (seed % 2)) * ("--loss gspo" in flags)
-        less = 0.1 * any(word in flags for word in ("rloo", "cispo"))
-        curves = {key: [(0, 0.1 * seed + more - less)] for key in keys} | {comparison.KL: [(1, 0.002), (2, 0.004)]}
-        if "--loss sapo" in flags:  # which clips nothing
-            curves[comparison.CLIPPED] = []
-        return {"seed": seed, "curves": curves}
-
-    monkeypatch.setattr(comparison, "LONG_RECORD", tmp_path / "long.jsonl")
-    monkeypatch.setattr(comparison, "run_seed", run)
-    monkeypatch.setattr(comparison, "provenance", lambda jobs: {})
-    with pytest.raises(KeyboardInterrupt):
-        comparison.run_long()
-    assert [seed for *_, seed in asked] == 16 * [1] + 4 * [2]
-    rows = {line.split(" | ")[0].strip("| "): line for line in comparison.long_table().splitlines()}
-    assert rows["grpo"].startswith("| grpo | 0.15 (2 of 5 seeds) | |  | 0.15, 0.15, 0.15 | 0.1500 | 0.0030 |")
-    assert rows["--loss cispo"].startswith(
-        "| --loss cispo | 0.00 (1 of 5 seeds) | -0.100 | at least 1 more seed needed |"
-    )
-    assert rows["--loss sapo"].endswith("| – | 0.0030 |")
-    stop = 0
-    comparison.run_long()
-    assert len(asked) == len({*asked}) == 80
-    rows = {line.split(" | ")[0].strip("| "): line for line in comparison.long_table().splitlines()}
-    assert "+0.160 (+0.047 to +0.273) | more |" in rows["--loss gspo"]  # by hand: 4.604 x 0.0548 / sqrt(5) = 0.113
-    assert "| less |" in rows["rloo"]
-
-
-def test_accuracies_of_long_responses_are_means_of_the_sources():
-    """Each is a mean of three equally large sources. 1e-12: the order of a sum."""
-    for run in comparison.recorded_runs(comparison.LONG_RECORD):
-        mean, *sources = (run["curves"][key] for key in comparison.LONG_KEYS[:4])
-        assert mean[0][1] < 0.1  # the start is mostly wrong
-        for (step, value), *of_sources in zip(mean, *sources, strict=True):
-            assert [at for at, _ in of_sources] == 3 * [step]
-            assert value == pytest.approx(sum(part for _, part in of_sources) / 3, abs=1e-12)

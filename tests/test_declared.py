@@ -58,22 +58,17 @@ def test_settings_are_the_numbers_that_are_typed():
         ({"loss": "gspo", "loss_kwargs": ("clip=1",)}, "--loss gspo takes no clip, only cliprange_low, cliprange_high"),
         ({"loss": "gpg", "loss_kwargs": ("clip=1",)}, "--loss gpg takes no clip"),
         ({"loss": "dro"}, "--loss dro needs dro_beta"),
-        (SAPO | {"loss_kwargs": ("tau_pos=True",)}, "--loss sapo: tau_pos=True: Input should be a valid number"),
         (SAPO | {"loss_kwargs": ("tau_pos=0",)}, "--loss sapo: tau_pos=0: Input should be greater than 0"),
         (SAPO | {"loss_kwargs": ("tau_pos=inf",)}, "--loss sapo: tau_pos=inf: Input should be a finite number"),
-        (SAPO | {"loss_kwargs": ("tau_pos=nan",)}, "--loss sapo: tau_pos=nan: Input should be"),
         (SAPO | {"loss_kwargs": ("tau_pos=1", "tau_pos=2")}, "--loss-kwargs: tau_pos is there twice"),
         ({"loss": "clip_cov", "loss_kwargs": ("cov_bounds=5,1",)}, "cov_bounds=5,1: give LOW,HIGH, LOW below HIGH"),
-        ({"loss": "clip_cov", "loss_kwargs": ("cov_bounds=5",)}, "cov_bounds=5: give LOW,HIGH"),
         ({"loss": "clip_cov", "loss_kwargs": ("seed=1",)}, "--loss clip_cov takes no seed"),
         ({"token_masks": ("entropy=1",)}, "--token-masks takes no entropy, only top_entropy, m2po, off_policy_seq"),
-        ({"token_masks": ("top_entropy=2",)}, "top_entropy=2: Input should be less than or equal to 1"),
         ({"adv_estimator": "rloo", "adv_kwargs": ("singleton=one",)}, "singleton=one: Input should be 'raw' or 'zero'"),
         (
             {"adv_estimator": "rloo", "adv_kwargs": ("epsilon=1",)},
             "--adv-estimator rloo takes no epsilon, only",
         ),
-        ({"adv_kwargs": ("epsilon=0",)}, "--adv-estimator grpo: epsilon=0: Input should be greater than 0"),
         ({"adv_kwargs": ("norm_adv_by_std_in_grpo=False",)}, "--adv-estimator grpo takes no norm_adv_by_std_in_grpo"),
     ],
 )
@@ -102,24 +97,10 @@ def test_a_new_loss_is_one_function(tmp_path):
     with (tmp_path / "lib/core_algos/papers/losses.py").open("a") as file:
         file.write(SCALED)
     how = {"cwd": tmp_path, "env": environment(), "capture_output": True, "text": True, "timeout": 300}
-    command = [
-        sys.executable,
-        "grpo.py",
-        "--model",
-        TOY_MODEL,
-        *SMALL,
-        "--loss",
-        "scaled",
-        "--total-steps",
-        "1",
-        "--run-name",
-        "run",
-    ]
+    command = [sys.executable, "grpo.py", "--model", TOY_MODEL, *SMALL, "--loss", "scaled"]
+    command += ["--total-steps", "1", "--run-name", "run"]
     ran(subprocess.run([*command, "--loss-kwargs", "factor=2"], **how))
     config = json.loads((tmp_path / "runs/run/config.json").read_text())
     assert config["loss"] == "scaled" and config["loss_kwargs"] == ["factor=2"]
-    for word, said in (
-        ("factor=0", "error: --loss scaled: factor=0: Input should be greater than 0"),
-        ("beta=1", "error: --loss scaled takes no beta, only factor"),
-    ):
-        assert said in subprocess.run([*command, "--loss-kwargs", word], **how).stderr
+    said = subprocess.run([*command, "--loss-kwargs", "factor=0"], **how).stderr
+    assert "error: --loss scaled: factor=0: Input should be greater than 0" in said

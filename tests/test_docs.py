@@ -119,14 +119,6 @@ def test_flags_and_their_values_are_taken(doc):
             get_rollout_correction_fn(correction)
 
 
-@pytest.mark.parametrize("doc", SCRIPT_OF)
-def test_flags_of_commands_exist(doc):
-    for block in re.findall(r"^```(?:bash)?\n(.*?)^```", text_of(doc), flags=re.M | re.S):
-        for script, command in re.findall(rf"\b({'|'.join(SCRIPTS)})\.py(.*)$", block.replace("\\\n", ""), flags=re.M):
-            of_planner = {"--gpus", "--trace"}
-            assert set(FLAG.findall(command)) <= flags_of(script) | of_planner, doc
-
-
 LAUNCHERS = {
     *("--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--main_process_port", "--multi_gpu"),
     *("--num_processes", "--use_fsdp", "--fsdp_version", "--rdzv_backend", "--rdzv_conf"),  # accelerate's
@@ -210,15 +202,6 @@ def test_flags_that_the_code_names_exist():
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
     named = {name for line in lines for name in FLAG.findall(line)}
     assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
-
-
-def test_bounds_of_engine_apart_are_those_of_the_code():
-    """Wherever troubleshooting.md names them."""
-    from lib.model.update_checks import APART
-
-    lines = [line for line in text_of("troubleshooting.md").splitlines() if "`engine_apart`" in line]
-    numbers = {float(number) for line in lines for number in re.findall(r"\d+e-\d+|0\.\d+", line)}
-    assert len(lines) >= 2 and numbers == {*APART.values()}
 
 
 def test_servers_are_started_on_an_address():
@@ -315,22 +298,6 @@ def test_the_code_in_the_readme_is_that_of_grpo():
     assert "advantages = (scores - mean) / (std" in code and "torch.minimum(losses, dual_clip)" in code
 
 
-def test_the_line_counts_of_the_readme_are_those_of_the_tree():
-    """Within 5 %: a count need not change with each commit."""
-    table = text_of("README.md").partition("## Comparison")[2]
-    rows = {row.split("|")[1].strip(): row.split("|")[2] for row in table.splitlines() if row.count("|") > 4}
-    lines = {path: len(path.read_text().splitlines()) for path in [ROOT / f"{script}.py" for script in SCRIPTS]}
-    lines |= {
-        p: len(p.read_text().splitlines())
-        for room in ("lib", "agent", "servers", "planner", "rewards", "tools")
-        for p in (ROOT / room).rglob("*.py")
-    }
-    [package] = re.findall(r"[\d,]+", rows["Python lines of the whole package"])
-    [script] = re.findall(r"`grpo.py` ([\d,]+)", rows["files to read for one GRPO step, lines"])
-    assert int(package.replace(",", "")) == pytest.approx(sum(lines.values()), rel=0.05)
-    assert int(script.replace(",", "")) == pytest.approx(lines[ROOT / "grpo.py"], rel=0.05)
-
-
 # ---- tables --------------------------------------------------------------------------------------
 
 
@@ -367,19 +334,6 @@ def test_the_help_lists_every_estimator_and_loss(script):
 
 
 # ---- templates -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / ".github").rglob("*.md")), ids=lambda file: file.stem)
-def test_templates_name_files_and_commands_that_exist(file):
-    text = file.read_text()
-    for name in re.findall(r"\b(?:docs/[\w/]+|[A-Z]{5,})\.md\b", text):
-        assert (ROOT / name).exists(), name
-    for module in re.findall(r"python -m ([\w.]+)", text):
-        assert importlib.util.find_spec(module), module
-    targets = {target for words in re.findall(r"`make ([\w -]+)`", text) for target in words.split()}
-    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
-    if file.parent.name == "ISSUE_TEMPLATE":
-        assert "tools.capsule" in text and re.match(r"---\nname: .+\nabout: .+\n---\n", text)
 
 
 def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():

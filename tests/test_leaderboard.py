@@ -124,6 +124,7 @@ def test_another_diff_is_rejected(entry, old, new, message):
         board.check_entry("idea")
 
 
+@pytest.mark.slow
 def test_a_second_run_and_its_model_must_have_what_the_record_says(measured, monkeypatch, tmp_path, capsys):
     """The recorded run again: the model that it leaves has the accuracy of its last validation, for grpo.py too."""
     set_up(monkeypatch, measured)

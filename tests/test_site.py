@@ -107,10 +107,3 @@ def test_search_finds_a_flag_and_not_the_code(browser, site, place):
     page.locator(".md-search-result__link").first.wait_for(timeout=120_000)
     found = [link.get_attribute("href") for link in page.locator(".md-search-result__link").all()]
     assert any("flags" in url for url in found) and not any("/code/" in url for url in found)
-
-
-def test_it_is_dark_where_the_reader_wants_that(browser):
-    page = browser[0]("grpo.html", color_scheme="dark")
-    assert page.locator("body").get_attribute("data-md-color-scheme") == "slate"
-    page.locator("label[title='light mode']").click()
-    assert page.locator("body").get_attribute("data-md-color-scheme") == "default"

@@ -1,86 +1,15 @@
-"""What reads a model's text takes time in proportion to its length, whatever stands in it.
-
-Time against length: ten times the text may take 40 times as long, where linear is 10 and quadratic 100. CPU seconds of
-this process, the least of up to three runs; what takes less than a millisecond is no evidence.
-"""
+"""A model's program and the parameters of its calls, against slow expressions. That no text takes long:
+tests/rewards/test_scorers.py, tests/agent/test_tools.py."""
 
 import re
-import time
-from contextlib import suppress
-from itertools import product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.tools.parsers import parse_hermes, parse_llama3_json, parse_qwen3_coder
+from agent.tools.parsers import parse_qwen3_coder
 from rewards import (
-    answers,
     code,
-    gsm8k,
-    judge,
-    math_dapo,
-    multiple_choice,
-    reasoning_gym,
-    search_qa,
 )
-from rewards import format as form
-
-UNITS = [
-    *("a", " ", "\n", "\\", "$", "-", "`", "#", "{", "}", "(", ")", "[", "1", "1,", "1,111,", "1.", ".", '"', ";", "*"),
-    *("<", "\\boxed{", "\\boxed{}", "\\text{", "<answer>", "</answer>", "<think>", "</think>", "####", "#### ", "x="),
-    *("a an the ", "answer", "answer ", "answer is ", "answer:", "answer**", "A or ", "B, ", "```", "```a", "```\n"),
-    *("```python\na\n", "``` ", "<function=", "<function=f>", "<function=f>\n", "<parameter=a>", "</parameter>"),
-    *("<function=f><parameter=a>", "</parameter>\n", "<parameter=a>\n</parameter>", "</function>", "</tool_call>"),
-    *("<function=f><parameter=a>1</parameter></function>", "<tool_call>", "<tool_call>{", '<tool_call>"'),
-    *('<tool_call>{"name": "f"}', "<|a|>", '{"name":', '{"name": "f"}', '{"name": "f"}; ', '{"name": {}}; ', "; "),
-    *("**", "**a", "_a_", "`a", "</s>", "<|a", "[THINK]", "<|channel|>final", "1\u202f111", "\u2014", "#### 1 "),
-    *("score", "score: ", "Score: 1\n", "score: 1!", "!", "verdict: ", "Verdict: A\n", "\u0663", "\\frac{1}{"),
-]  # fmt: skip
-AROUND = [("", ""), ("", "x"), ("```", ""), ("<function=f><parameter=a>", ""), ("answer", "x"), ("1", "a")]
-
-
-def judged(text):
-    for pattern in (judge.SCORE, judge.VERDICT):
-        with suppress(ValueError):
-            judge.verdict(pattern, text)
-
-
-READERS = {
-    "answer_text": answers.answer_text,
-    "last_boxed": answers.last_boxed,
-    "last_tagged": answers.last_tagged,
-    "extract_program": lambda text: code._dedent(code.extract_program(text).split("\n"), len(text)),
-    "gsm8k strict": lambda text: gsm8k.compute_score("", text, "7"),
-    "gsm8k flexible": lambda text: gsm8k.compute_score("", text, "7", method="flexible"),
-    "math_dapo": lambda text: math_dapo.compute_score("", text, "7"),
-    "multiple_choice": multiple_choice.extract_letter,
-    "search_qa": lambda text: search_qa.compute_score("", f"<answer>{text}</answer>", ["seven"]),
-    "format": lambda text: form.compute_score("", text, None),
-    "reasoning_gym": reasoning_gym.extract_answer,
-    "judge": judged,
-    "hermes": parse_hermes,
-    "llama3_json": parse_llama3_json,
-    "qwen3_coder": lambda text: parse_qwen3_coder({}, text),
-}
-
-
-def cpu_seconds(read, text: str) -> float:
-    start = time.process_time()
-    read(text)
-    return time.process_time() - start
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_time_grows_with_the_length_of_the_text(reader):
-    read, n = READERS[reader], 4_000
-    for unit, (start, end) in product(UNITS, AROUND):
-        short, long = (start + unit * (size // len(unit)) + end for size in (n, 10 * n))
-        ratios = []
-        while len(ratios) < 3 and (not ratios or min(ratios) > 40):
-            ratios.append(cpu_seconds(read, long) / max(cpu_seconds(read, short), 1e-3))
-        assert min(ratios) <= 40, f"{start!r} + {unit!r} * n + {end!r}"
-
 
 CALLS = [
     "<function=f>",

@@ -248,13 +248,6 @@ def test_images_are_part_of_a_state():
     assert observation([{"role": "user", "content": "shown"}], []) == states[0]  # as some templates want it
 
 
-def test_a_call_that_the_template_would_write_otherwise_stays_as_it_was_sampled():
-    turns = ['<tool_call>{"arguments": {"b": 2, "a": 1}, "name": "add"}</tool_call>' + END, "3" + END]
-    out, _ = play(settings(), turns)
-    assert response_text(out) == turns[0] + "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n" + turns[1]
-    assert out.non_tensor_batch["segments"][0] == [(0, len(response_ids(out)))]
-
-
 def test_a_turn_without_an_end_token_gets_one_that_is_not_trained():
     n = len(settings().encode(CALL % (1, 2)))
     turns = [CALL % (1, 2), "x" * n]
@@ -498,17 +491,6 @@ def test_an_interaction_s_metrics_are_those_of_the_last_turn_and_each_tool_s_its
     metrics = reduce_metrics(agent_metrics(play(how, [calls + END, "a" + END, "b" + END])[0]))
     assert metrics["agent/interaction/left"] == 0 and metrics["agent/interaction/debt"] == -1
     assert metrics["agent/tool/add/calls"] == 2 and metrics["agent/tool/subtract/calls"] == -5
-
-
-@pytest.mark.parametrize("metrics", [{"a": "b"}, {"a": 10**400}, {"a": float("nan")}, [1]])
-def test_metrics_that_cannot_be_added_up_cost_their_episode(metrics):
-    class Odd(User):
-        async def respond(self, messages):
-            return True, "", 0.0, metrics if self.fail_at else {"a": 1}
-
-    out, _ = play(settings(interaction=Odd), ["a" + END], ["a" + END], interaction_kwargs=[{}, {"fail_at": 1}])
-    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", "error"]
-    assert reduce_metrics(agent_metrics(out))["agent/interaction/a"] == 1.0
 
 
 def test_an_error_in_the_input_is_one_line_without_its_traceback(capsys):
@@ -895,32 +877,10 @@ def test_results_do_not_depend_on_time(engine_and_model):
     assert quick.non_tensor_batch["num_turns"].max() > 2
 
 
-def test_one_turn_is_what_generate_gives(engine_and_model):
-    engine, _ = engine_and_model
-    how = MultiTurn(tokenizer())
-    prompts, seeds = prompts_of(how, 8), request_seeds(2, 1, list(range(8)))
-    single, multi = (
-        engine.generate(prompts, Sampling(30), seeds),
-        make_episodes(engine, how).generate(prompts, Sampling(30), seeds),
-    )
-    for name in single.batch.keys():  # noqa: SIM118 a TensorDict
-        torch.testing.assert_close(multi.batch[name], single.batch[name], rtol=0, atol=1e-5)
-    assert multi.non_tensor_batch["finish_reason"].tolist() == single.non_tensor_batch["finish_reason"].tolist()
-
-
-def test_an_episode_out_of_time_on_a_real_engine(engine_and_model):
-    engine, _ = engine_and_model
-    _, out = random_play(engine, delay=3.0, episode_timeout=1.0)
-    reasons = set(out.non_tensor_batch["finish_reason"])
-    assert "abort" in reasons
-    _, again = random_play(engine)
-    assert set(again.non_tensor_batch["finish_reason"]) <= {"stop", "length", "tool_call"}
-
-
 def test_errors_of_tools_for_the_samples_are_bounded(monkeypatch):
     """However many there are, however long their texts, and whatever a call's name is."""
     monkeypatch.setenv("MY_API_KEY", "hidden-from-samples-1")
-    what = "E\ud800: hidden-from-samples-1 " + "x" * 1_000_000 + "\nthe second line"
+    what = "E\ud800: hidden-from-samples-1 " + "x" * 50_000 + "\nthe second line"
     request = AsyncRolloutRequest("r", [], "", [], [], torch.zeros(0), {}, {}, 0, None, 10)
     for _ in range(30):
         request.add_error("<b>" * 1000, "exception", what)

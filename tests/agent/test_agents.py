@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo
-from agent import MultiTurn, make_episodes
+from agent import make_episodes
 from agent.http import endpoint
 from agent.http.openai_api import read_messages, read_tools
 from agent.http.program import Agent, call_function, load_agent
@@ -239,27 +239,6 @@ def test_another_history_begins_a_segment(second, lost):
     assert metrics["tokens_reencoded"] == (len(engine.sampled[1][0]) if lost else 0)
 
 
-def test_a_template_that_forgets_begins_a_segment():
-    second = [first_request, lambda prompt, said: [*prompt, said[0], user("go on")]]
-    out, metrics, engine = converse(*second, texts=["<think>1</think>2"], template=FORGETS)
-    assert len(segments_of(out)) == 2 and metrics["lost_prefixes"] == 1
-    assert "think" not in tokenizer().decode(engine.sampled[1][0])
-
-
-def test_branches_are_trained_once_each():
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            [first] = await client.chat(row["prompt"])
-            history = [*row["prompt"], first]
-            await asyncio.gather(*(client.chat([*history, user(text)], max_tokens=30) for text in "xy"))
-            await client.chat([*history, user("z")], n=3)
-
-    out, engine = play(agent, engine=Fake(["a", "b", "c", "d"], steps=5))
-    assert sorted(trained_of(out)) == sorted(engine.sampled) and len(engine.sampled) == 6
-    assert len(segments_of(out)) == 5  # one of x, y and z stands behind the first answer
-    assert out.non_tensor_batch["agent_metrics"][0]["forks"] == 4
-
-
 def test_a_seed_repeats_an_answer_of_its_episode_and_no_other():
     """If it did, a group would have equal answers."""
     said = {}
@@ -285,19 +264,6 @@ def test_a_stop_string_is_sampled_and_not_shown():
 
     out, _ = play(agent, engine=Fake(["a stop b"]))
     assert response_text(out).count("a st<|im_end|>") == 1 and len(segments_of(out)) == 1
-
-
-def test_a_stop_string_of_the_run_is_not_shown_either():
-    """An answer that has one comes back as the same tokens."""
-
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            [said] = await client.chat(row["prompt"])
-            assert said["content"] == "a "
-            await client.chat([*row["prompt"], said, user("go on")])
-
-    out, _ = play(agent, engine=Fake(["a stop b"]), sampling=Sampling(T, stop=("st",)))
-    assert len(segments_of(out)) == 1 and out.non_tensor_batch["agent_metrics"][0]["lost_prefixes"] == 0
 
 
 def test_a_full_row_ends_its_episode():
@@ -366,7 +332,6 @@ WRONG = {
     "messages: give a list": {},
     "messages[0].role": {"messages": [{}]},
     "messages[0].content: only text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-    "messages[0].tool_calls: give a list": {"messages": [{"role": "assistant", "tool_calls": 1}]},
     **{
         f"its arguments must be an object or the JSON text of one, not '{text}'": {
             "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]
@@ -380,18 +345,11 @@ WRONG = {
     "temperature 0: the policy is trained at --temperature 1": HELLO | {"temperature": 0},
     "top_p 0.5: the policy is trained at --top-p 1": HELLO | {"top_p": 0.5},
     "tool_choice: there is no such function": HELLO | {"tool_choice": "required"},
-    "tool_choice: there is no such function ": HELLO
-    | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
-    "tool_choice: there is no such function  ": HELLO
-    | {"tools": TOOLS, "tool_choice": {"type": "function", "function": "add"}},
     "tool_choice: only": HELLO | {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
-    "tool_choice: only ": HELLO | {"tools": TOOLS, "tool_choice": []},
     "top_logprobs: only 0": HELLO | {"top_logprobs": 5},
     "n: give a whole number from 1 to 128": HELLO | {"n": 10**9},
     "seed: give": HELLO | {"seed": "x"},
     "max_tokens: give": HELLO | {"max_tokens": 0},
-    "stop: give": HELLO | {"stop": [""]},
-    "stop: give Unicode": HELLO | {"stop": ["a", "\ud800"]},
     "stop: give Unicode texts of at most 1000": HELLO | {"stop": "x" * 1001},
     "stream: give true or false": HELLO | {"stream": "yes"},
     "stream_options: give": HELLO | {"stream_options": 1},
@@ -416,39 +374,27 @@ WRONG_MESSAGES = {
     "the body is not JSON": b"{",
     "the body must be a JSON object": [],
     "max_tokens: give a whole number": HELLO,
-    "max_tokens: give a whole number from 1": HELLO | {"max_tokens": 0},
     "messages: give a list": ASK | {"messages": {}},
-    "messages: give a list ": ASK | {"messages": []},
-    "messages[0].role": ASK | {"messages": [5]},
     "messages[0].role: give user or assistant": ASK | {"messages": [user("") | {"role": "system"}]},
     "messages[0].content: give a list": ASK | {"messages": [{"role": "user"}]},
     "messages[0].content.content: only text": ASK | {"messages": [user([{"type": "image", "source": {}}])]},
     "messages[0].content.content: only text ": ASK | {"messages": [user([CALLED])]},
-    "messages[0].content.content: only text  ": ASK
-    | {"messages": [user([{"type": "tool_result", "content": [{"type": "image"}]}])]},
     "messages[0].content.content: only text   ": ASK
     | {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
     "messages[0].content: give each tool_use": ASK
     | {"messages": [{"role": "assistant", "content": [CALLED | {"input": "{}"}]}]},
     "to continue a message of the assistant": ASK | {"messages": [{"role": "assistant", "content": "The"}]},
     "system.content: only text": ASK | {"system": [{"type": "image"}]},
-    "system.content: give a list": ASK | {"system": 5},
-    "tools: give a list": ASK | {"tools": {}},
     "tools[0]: only tools of the agent": ASK | {"tools": [{"type": "bash_20250124", "name": "bash"}]},
     "tools[0]: only tools of the agent ": ASK | {"tools": [{"name": "f", "input_schema": {}, "cache": 1}]},
     "tools[0]: give a name, and a JSON schema": ASK | {"tools": [{"name": "f"}]},
     "tool_choice: there is no such function": ASK | {"tool_choice": {"type": "any"}},
     "tool_choice: there is no such function ": ASK | {"tool_choice": {"type": "tool", "name": ["f"]}},
     "tool_choice: only": ASK | {"tool_choice": {"type": []}},
-    "tool_choice: only ": ASK | {"tool_choice": "auto"},
-    "tool_choice: only  ": ASK | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
     "stop_sequences: give": ASK | {"stop_sequences": "x"},
-    "stop_sequences: give ": ASK | {"stop_sequences": [""]},
-    "stop_sequences: give Unicode": ASK | {"stop_sequences": ["\udfff"]},
     "temperature 0: the policy is trained at --temperature 1": ASK | {"temperature": 0},
     "top_k 5: the policy is trained at --top-k -1": ASK | {"top_k": 5},
     "thinking: only": ASK | {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-    "stream: give true or false": ASK | {"stream": "yes"},
     "mcp_servers is not supported": ASK | {"mcp_servers": []},
     "the body is not JSON ": b"[" * 100_000,
     "the body is not JSON  ": b"\xff\xfe",
@@ -458,29 +404,17 @@ WRONG_RESPONSES = {
     "the body is not JSON": b"{",
     "the body must be a JSON object": [],
     "input: give a text": {},
-    "input: give a text ": {"input": []},
-    "input[0].role": {"input": [5]},
     "input[0].role: give system": {"input": [{"role": "tool", "content": "x"}]},
     "input[0].content: only text": {"input": [user([{"type": "input_image"}])]},
-    "input[0].content: give a list": {"input": [user(5)]},
     "input[0].type: only": {"input": [{"type": "reasoning", "summary": []}]},
-    "input[0].type: only ": {"input": [{"type": []}]},
     "input[0]: give an id": {"input": [{"type": "function_call", "arguments": "{}"}]},
-    "its arguments must be an object": {"input": [{"type": "function_call", "name": "f", "arguments": "{"}]},
-    "instructions.content: give a list": SAY | {"instructions": 5},
-    "tools: give a list": SAY | {"tools": {}},
     "tools[0]: give an object": SAY | {"tools": [{"type": "web_search"}]},
-    "tools[0]: give an object ": SAY | {"tools": [{"type": "function"}]},
-    "tools[0].function.parameters": SAY | {"tools": [{"type": "function", "name": "f", "parameters": 5}]},
-    "tool_choice: there is no such function": SAY | {"tool_choice": "required"},
     "tool_choice: only": SAY | {"tool_choice": {"type": "web_search"}},
-    "max_output_tokens: give": SAY | {"max_output_tokens": 10**20},
     "temperature 0: the policy is trained at --temperature 1": SAY | {"temperature": 0},
     "text: only": SAY | {"text": {"format": {"type": "json_object"}}},
     "reasoning: only": SAY | {"reasoning": {"effort": "high"}},
     "previous_response_id is not supported": SAY | {"previous_response_id": "resp_1"},
     "background: only": SAY | {"background": True},
-    "stream: give true or false": SAY | {"stream": 1},
     "the body is not JSON ": b"[" * 100_000,
     "the body is not JSON  ": b"\xff\xfe",
 }
@@ -546,48 +480,6 @@ def test_a_call_s_arguments_are_the_same_in_all_forms():
     assert [status for status, _ in found] == [200] * len(forms)
     lengths = [answer["usage"]["prompt_tokens"] for _, answer in found]
     assert lengths[0] == lengths[1] > lengths[2] and len({*lengths[2:]}) == 1
-
-
-def test_what_clients_send_without_meaning_it():
-    fine = {"temperature": 1.0, "top_p": 1, "user": "me", "n": None, "model": "gpt-5", "presence_penalty": 0.0}
-    odd = {"messages": [user("\ud800 \0 \u202e \U0001f600 <|im_start|>system")]}
-    call = {"id": "\ud800", "function": {"name": "\udfff", "arguments": '{"\\ud800": 1}'}}
-    odd["messages"] += [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "\ud800"}]
-    odd["tools"] = [{"type": "function", "function": {"name": "\ud800 <|im_end|>"}}]
-    long = {"messages": [user("1" * 20_000)]}  # which a thread encodes
-    found = ask(*(("/chat/completions", body) for body in (HELLO | fine, odd, long)))
-    assert [status for status, _ in found] == [200, 200, 400], found
-    assert "more tokens of context" in found[2][1]["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "large",
-    [
-        {"messages": [user("")] * 500},
-        HELLO | {"tools": TOOLS * 100},
-        {
-            "messages": [
-                user(""),
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"function": {"name": "f", "arguments": f'{{"x": "{"x" * 9999}"}}'}}],
-                },
-            ]
-        },
-    ],
-    ids=["messages", "tools", "arguments"],
-)
-def test_a_large_request_is_encoded_beside_the_event_loop(large, monkeypatch):
-    """However little text its messages have: other episodes go on meanwhile."""
-    threads, render = [], MultiTurn.render
-
-    def seen(*args):
-        threads.append(threading.current_thread() is threading.main_thread())
-        return render(*args)
-
-    monkeypatch.setattr(MultiTurn, "render", seen)
-    ask(("/chat/completions", large))
-    assert {*threads} == {True, False}  # small requests, and this one
 
 
 def test_streams_and_log_probs():

@@ -279,15 +279,6 @@ def test_answers_of_an_agents_tools_go_on_behind_a_summary():
     assert said("tool", "3") not in shown[-1]
 
 
-def test_a_first_request_has_nothing_to_summarize():
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            await client.chat([user("x" * 200)])
-
-    _, shown, counts = play(agent, Fake(["a"]))
-    assert len(shown) == 1 and counts["compactions"] == 0
-
-
 @hypothesis_settings(max_examples=25)
 @given(ACTIONS, st.booleans(), st.integers(100, 300))
 def test_every_token_that_an_agent_trains_was_sampled_in_its_context(actions, forgets, compact_at):

@@ -75,24 +75,6 @@ def test_every_trained_token_was_sampled_in_its_raw_prompt(actions, in_ids, room
         assert not shown or any(context[: len(ids)] == ids for ids in shown[max(shown)])
 
 
-@pytest.mark.parametrize(
-    "behind, segments",
-    [(f"{END}{ROLE % 'go on'}", 1), ("\nQ: 2+2\nA:", 2)],
-    ids=["with its end token", "without"],
-)
-def test_a_text_that_extends_an_answer_keeps_its_tokens(behind, segments):
-    out, engine, metrics, _ = complete(
-        lambda found: {"prompt": "Q: 1+1\nA:"},
-        lambda found: {"prompt": "Q: 1+1\nA:" + found[0]["text"] + behind},
-        engine=Fake([" yes, yes"]),
-    )
-    [(context, first), (longer, _)] = engine.sampled
-    kept = first if segments == 1 else first[:-1]
-    assert longer == context + kept + encode(behind.removeprefix(END)) and first[-1:] == encode(END)
-    assert metrics["tokens_reused"] == len(kept) and not metrics["lost_prefixes"] and not metrics["tokens_reencoded"]
-    assert len(segments_of(out)) == segments and sorted(trained_of(out)) == sorted(engine.sampled)
-
-
 def test_an_answer_that_was_cut_or_stripped_keeps_the_tokens_that_are_left():
     """A stop string that the agent writes again is in one segment with the answer."""
     stop = {"stop": "stop"}
@@ -200,35 +182,22 @@ def test_the_openai_sdk_with_completions():
 RAW = {"prompt": "hello"}
 WRONG = {
     "prompt: give a text": {},
-    "prompt: give a text ": {"prompt": ""},
     "prompt: give a text  ": {"prompt": []},
-    "prompt: give a text   ": {"prompt": ["a", ""]},
     "prompt: give a text    ": {"prompt": ["a", [1]]},
-    "prompt: give a text     ": {"prompt": [[1], []]},
     "prompt: give a text      ": {"prompt": [1, True]},
-    "prompt: give a text       ": {"prompt": [1, 2.5]},
-    "prompt: give a text        ": {"prompt": [[[1]]]},
-    "prompt: give a text         ": {"prompt": {"a": 1}},
     "prompt: give token ids from 0 to": {"prompt": [1, 10**9]},
     "prompt: give token ids from 0 to ": {"prompt": [[1], [-1]]},
-    "prompt: give token ids from 0 to  ": {"prompt": [10**400]},
     "more tokens of context": {"prompt": "1" * 20_000},
     "more tokens of context ": {"prompt": [1] * 5000},
     "n: at most 128 answers": {"prompt": ["a"] * 65, "n": 2},
-    "n: at most 128 answers ": {"prompt": ["a"] * 5000},
     "n: give a whole number": RAW | {"n": 0},
     "logprobs: only 0 is supported": RAW | {"logprobs": 5},
     "echo: only false is supported": RAW | {"echo": True},
     'suffix: only "" is supported': RAW | {"suffix": "x"},
     "best_of: only 1 is supported": RAW | {"best_of": 2},
     "return_token_ids: give true or false": RAW | {"return_token_ids": 1},
-    "stop: give a text": RAW | {"stop": {}},
-    "stream_options: give": RAW | {"stream_options": []},
     "messages is not supported": RAW | HELLO,
-    "temperature 0: the policy is trained at --temperature 1": RAW | {"temperature": 0},
-    "the body must be a JSON object": ["hello"],
     "the body is not JSON": b'{"prompt": [' * 50_000,
-    "the body is not JSON ": b"\xff",
 }
 
 
@@ -237,12 +206,6 @@ def test_wrong_raw_prompts_are_refused():
     for (status, answer), (why, body) in zip(found, WRONG.items(), strict=True):
         assert status == 400 and why.strip() in answer["error"]["message"], (body, answer)
         assert answer["error"].keys() == {"message", "type", "param", "code"}
-
-
-def test_odd_raw_prompts_are_text():
-    odd = "\ud800 \0 \u202e \U0001f600 <|im_start|>"
-    found = ask(("/completions", {"prompt": odd}), ("/completions", {"prompt": [odd, "\n"]}))
-    assert [status for status, _ in found] == [200, 200], found
 
 
 def test_a_prompt_without_tokens_is_refused():

@@ -10,17 +10,15 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
-from agent import MultiTurn, environments, make_episodes
+from agent import MultiTurn, make_episodes
 from agent.environments import OpenEnv
 from agent.interactions import load_interaction
 from agent.tools.builtin import calculator
@@ -31,7 +29,7 @@ from lib.model import response_log_probs
 from lib.rollout import Sampling, request_seeds
 from rewards.verifiers import compute_score as verifiers_score
 from tests.agent.test_agent_loop import build, prompts_of, recorded, rewards, tokenizer, turns_of
-from tests.common import ROOT, START_S, answers, fork, free_port, metrics, ran, save_tiny, with_slow
+from tests.common import ROOT, START_S, answers, fork, free_port, metrics, ran, save_tiny
 
 N = 8  # episodes
 
@@ -218,11 +216,6 @@ def test_gym_steps(game):
         talk(load_interaction(game.replace("Letters", "Arrays")), [])
 
 
-def test_gym_wants_what_makes_an_environment(game):
-    with pytest.raises(InputError, match="not a class or function"):
-        load_interaction(game.replace("Letters", "number"))
-
-
 def test_gymnasium_by_id():
     gymnasium = pytest.importorskip("gymnasium")
     with pytest.raises(InputError, match="Nowhere"):
@@ -321,12 +314,7 @@ async def replying(reply):
     ("reply", "words"),
     [
         ("no JSON", "is no JSON"),
-        ("[" * 10**5, "is no JSON (maximum recursion depth"),
         (["x" * 10**6], "has another form than OpenEnv's: $: "),
-        ({"data": {}}, "$: 'type' is a required property"),
-        ({"type": "observation", "data": None}, "$.data: None is not of type 'object'"),
-        ({"type": "observation", "data": {}}, "$.data: 'observation' is a required property"),
-        ({"type": "observation", "data": {"observation": [1]}}, "$.data.observation: [1] is not of type 'object'"),
         ({"type": "observation", "data": {"observation": {"message": ""}, "reward": {}}}, "$.data.reward: {} is not"),
         ({"type": "error", "data": {"errors": [{"loc": 1, "msg": ""}]}}, "$.data.errors[0].loc: 1 is not"),
     ],
@@ -345,48 +333,10 @@ def test_replies_of_another_form_are_one_line(reply, words):
 
 
 @pytest.mark.parametrize(
-    ("schema", "words"),
-    [
-        ([], "$: [] is not of type 'object'"),
-        ({"action": None}, "$.action: None is not of type 'object'"),
-        ({"action": {"properties": ["code"]}}, "$.action.properties: ['code'] is not of type 'object'"),
-        ("[" * 10**5, "is no JSON"),
-        ("x" * 10**6, "is no JSON"),
-        ({"action": {}}, "an action has no 'code', but no field"),
-        (None, "no OpenEnv server answers at"),  # what it sends is no HTTP
-    ],
-)
-def test_schemas_of_another_form_are_one_line(schema, words, monkeypatch):
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self):
-            if schema is None:
-                self.wfile.write(b"SSH-2.0-x\r\n")
-                return
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(schema.encode() if isinstance(schema, str) else json.dumps(schema).encode())
-
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as http:
-        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-        spec = f"openenv:action=code http://127.0.0.1:{http.server_port}"
-        with pytest.raises(InputError) as caught:
-            load_interaction(spec)
-        monkeypatch.setattr(environments, "LONGEST_MESSAGE", 1)
-        with pytest.raises(InputError, match="no OpenEnv server answers at"):
-            load_interaction(spec)
-        http.shutdown()
-    assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize(
     ("spec", "words"),
     [
         ("openenv:http://127.0.0.1:9", "no OpenEnv server answers at http://127.0.0.1:9/schema"),
         ("openenv:localhost:8000", "give 'openenv:action=FIELD"),
-        ("openenv:step=x http://127.0.0.1:9", "give 'openenv:action=FIELD"),
         ("openenv:action=code {url}", "an action has no 'code', but message"),
         ('openenv:action={{"code" {url}', "not valid JSON"),
         ('openenv:action={{"code":1}} {url}', "an action has no 'code', but message"),
@@ -396,11 +346,6 @@ def test_openenv_specs_that_cannot_be_loaded(spec, words, request):
     url = request.getfixturevalue("openenv") if "{url}" in spec else ""
     with pytest.raises(InputError, match=words):
         load_interaction(spec.format(url=url))
-
-
-def test_openenv_wants_the_field_of_the_text(openenv):
-    with pytest.raises(InputError, match="its action has several fields"):
-        talk(load_interaction(f"openenv:{openenv}/guess"), [])
 
 
 def row(i: int = 0) -> dict:
@@ -554,7 +499,8 @@ def learns(spec: str, folder, steps: int, *args: str) -> list[float]:
 SEVERAL_TURNS = ["--reward", "--multi-turn.max-turns", "2", "--multi-turn.max-turn-tokens", "16"]
 
 
-@pytest.mark.parametrize("kind", with_slow(["gym", "openenv", "verifiers"], "openenv", "verifiers"))
+@pytest.mark.parametrize("kind", ["gym", "openenv", "verifiers"])
+@pytest.mark.slow
 def test_grpo_learns_in_a_few_steps(kind, tmp_path, request):
     if kind == "gym":
         spec = request.getfixturevalue("game")
@@ -563,12 +509,4 @@ def test_grpo_learns_in_a_few_steps(kind, tmp_path, request):
     else:
         spec = f"verifiers:{request.getfixturevalue('own')}load_environment"
     found = learns(spec, tmp_path, 6, *SEVERAL_TURNS, "--multi-turn.interaction", spec)
-    assert sum(found[-2:]) > 1.2 * sum(found[:2])
-
-
-@pytest.mark.slow
-def test_grpo_learns_by_a_rubric(own, tmp_path):
-    env = f'{own}load_environment {{"max_turns": 1}}'
-    scorer = ["--reward", str(ROOT / "rewards/verifiers.py") + ":compute_score"]
-    found = learns(f"verifiers:{env}", tmp_path, 6, *scorer, "--reward-kwargs", json.dumps({"env": env}))
     assert sum(found[-2:]) > 1.2 * sum(found[:2])

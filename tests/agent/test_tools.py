@@ -114,18 +114,6 @@ def no_docstring(a: int):
     return a
 
 
-def no_type(a):
-    """F.
-
-    Args:
-        a: A.
-    """
-
-
-def no_description(a: int):
-    """F."""
-
-
 def star(*a: int):
     """F.
 
@@ -134,7 +122,7 @@ def star(*a: int):
     """
 
 
-@pytest.mark.parametrize("function", [no_docstring, no_type, no_description, star])
+@pytest.mark.parametrize("function", [no_docstring, star])
 def test_a_function_without_a_schema_is_refused(function):
     with pytest.raises(InputError, match=f"tool {function.__name__}: .*(docstring|parameters)"):
         FunctionTool(function)
@@ -150,7 +138,6 @@ def test_a_function_without_a_schema_is_refused(function):
         (ToolCall("eco", {}), "unknown_tool", "'eco'; the tools are: echo"),
         (ToolCall("echo", {}), "wrong_arguments", "'text' is a required property"),
         (ToolCall("echo", {"text": 1}), "wrong_arguments", "text: 1 is not of type 'string'"),
-        (ToolCall("echo", {"text": None}), "wrong_arguments", "text: None is not"),
         (ToolCall("echo", {"text": "a", "loud": True}), "wrong_arguments", "'loud' was unexpected"),
         (ToolCall("\ud800", {}), "unknown_tool", "there is no tool"),
     ],
@@ -184,8 +171,6 @@ HOSTILE = {
     "raises": (lambda: 1 / 0, "exception", "ZeroDivisionError"),
     "exits": (lambda: sys.exit(3), "exception", "SystemExit: 3"),
     "interrupts": (lambda: raise_(KeyboardInterrupt()), "exception", "KeyboardInterrupt"),
-    "base": (lambda: raise_(BaseException("b")), "exception", "BaseException: b"),
-    "stops": (lambda: raise_(StopIteration("s")), "exception", "StopIteration"),
     "cancels": (lambda: raise_(asyncio.CancelledError()), "exception", "CancelledError"),
     "unspeakable": (lambda: raise_(Unspeakable()), "exception", "Unspeakable"),
     "recurses": (lambda: recurse(0), "exception", "RecursionError"),
@@ -196,8 +181,6 @@ HOSTILE = {
     "nested loop": (lambda: asyncio.run(asyncio.sleep(0, "done")), None, "done"),
     "long": (lambda: "é" * 10**7, None, "characters left out"),
     "surrogates": (lambda: "a\ud800b\udfffc", None, "a\ufffdb\ufffdc"),
-    "pair": (lambda: "\ud83d\ude00", None, "\N{GRINNING FACE}"),
-    "control": (lambda: "\0\x1b[2J\u202e", None, "\0\x1b[2J\u202e"),
 }
 
 
@@ -305,14 +288,6 @@ def test_a_task_that_ignores_its_cancellation_is_left_behind():
     assert asyncio.run(main()) == ((None, "timeout", "no answer within 0.3 s"), 1)
 
 
-def test_attempt_gives_values_of_both_kinds_of_functions():
-    async def later(a, function):
-        return a, function
-
-    assert asyncio.run(attempt(later, 1, function=2, timeout_s=PATIENT_S)) == ((1, 2), None, "")
-    assert asyncio.run(attempt(divmod, 7, 2, timeout_s=PATIENT_S)) == ((3, 1), None, "")
-
-
 def test_the_end_of_the_run_passes():
     """A cancelled run is cancelled, also while a tool swallows it; Ctrl-C in an async tool gets through."""
 
@@ -346,22 +321,6 @@ def test_a_process_ends_though_a_tool_hangs():
     command = [sys.executable, "-c", textwrap.dedent(program), str(ROOT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "timeout\n", "")
-
-
-def test_a_tool_may_call_tools():
-    class Twice(BaseTool):
-        def get_openai_tool_schema(self):
-            return {"type": "function", "function": {"name": "twice", "description": "", "parameters": {}}}
-
-        async def execute(self, instance_id, parameters, **kwargs):
-            call = ToolCall("echo", {"text": parameters.pop("text"), "times": 2})
-            inner = await run_tool_call({"echo": FunctionTool(echo)}, call, instance_id, LIMITS)
-            return inner.text, kwargs["reward"], {"calls": 1}
-
-    arguments = {"text": "ab"}
-    result = answer(Twice(), arguments, tools_kwargs={"twice": {"execute_kwargs": {"reward": 0.25}}})
-    assert (result.text, result.reward, result.metrics) == ("abab", 0.25, {"calls": 1})
-    assert arguments == {"text": "ab"}  # the call is part of the conversation
 
 
 @given(st.text(st.characters()), st.integers(0, 30), st.sampled_from(["left", "middle", "right"]))
@@ -759,13 +718,6 @@ class BadSchema(BaseTool):
     def get_openai_tool_schema(self):
         return {"function": {"name": "bad", "parameters": {"type": "text"}}}
 
-class DeepSchema(BaseTool):
-    def get_openai_tool_schema(self):
-        deep = {}
-        for _ in range(9999):
-            deep = {"not": deep}
-        return {"function": {"name": "deep", "parameters": deep}}
-
 class User(BaseInteraction):
     pass
 
@@ -842,20 +794,6 @@ class Plain:
 
     def release(self, instance_id):
         del self.state[instance_id]
-
-class Alone:
-    def __init__(self, config, tool_schema):
-        self.tool_schema = tool_schema or {"function": {"name": "alone", "parameters": {}}}
-
-    def get_openai_tool_schema(self):
-        return self.tool_schema
-
-    def execute(self, instance_id, parameters):
-        return "here"
-
-class Video(Plain):
-    def execute(self, instance_id, parameters):
-        return SimpleNamespace(text="", image=None, video=[1])
 '''
 LISTED = """\
 tools:
@@ -907,43 +845,22 @@ def test_tools_of_verl(verl_file, name):
     assert tool.tool.state == {}
 
 
-def test_a_verl_class_without_a_file_that_lists_it(verl_file):
-    tools = load_tools(("verl_like.py:Alone",))
-    assert answer(tools["alone"]).text == "here"
-    with pytest.raises(InputError, match=r"its constructor raises .*; a YAML file gives it config and tool_schema"):
-        load_tools(("verl_like.py:Verl",))
-    verl_file.write_text(LISTED.format(name="verl_like.Video"))
-    tool = load_tools((str(verl_file),))["check"]
-    assert "returned a video" in answer(tool, {"answer": "no"}).text
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"tools:": "tool:"}, "write `tools:` and a list"),
-        ({"  - class_name": "    class_name"}, "tools: Input should be a valid list: write `tools:`"),
         ({"    config:": "    confg:"}, r"tools\.0\.confg: Extra inputs are not permitted: write `tools:` and a list"),
-        ({"verl_like.Verl": "[1]"}, r"tools\.0\.class_name: Input should be a valid string"),
         ({"verl_like.Verl": "Verl"}, "class_name 'Verl': give module.Class"),
         ({"verl_like.Verl": "verl_like.Nobody"}, "class_name verl_like.Nobody: verl_like has no 'Nobody'"),
         ({"verl_like.Verl": "verl.tools.gsm8k_tool.Gsm8kTool"}, "ModuleNotFoundError: No module named 'verl'"),
-        ({"verl_like.Verl": "os.path"}, "neither a function nor a class"),
         ({"type: native": "type: mcp"}, "config.type mcp: only native; an MCP server is"),
         ({"level: 010": 'key: "${oc.env:KEY}"'}, "OmegaConf"),
         (
             {"level: 010": "level: !!python/object:os.system {}"},
             "line 3: could not determine a constructor",
         ),
-        ({"level: 010": "level: 2024-13-45"}, "month must be"),
-        ({"level: 010": f"level: {'9' * 5000}"}, "Exceeds the limit"),
-        (
-            {"config: {type": "config: [{type", "null}": "null}]"},
-            r"tools\.0\.config: Input should be a valid dict",
-        ),
-        ({"type: object": "type: text"}, "'text' is not valid"),
         ({"        name: check\n": ""}, "its constructor raises AttributeError: name"),
         ({"items: {type: array": "items: " + "{items: " * 2000 + "{type: array"}, "cannot be read: maximum recursion"),
-        ({"tools:": "tools: ["}, "line 2: "),
     ],
 )
 def test_a_file_of_tools_that_cannot_be_read_is_one_line(verl_file, change, words):
@@ -973,10 +890,8 @@ def test_tools_of_a_file_share_it(tool_file):
         (("nowhere.py:f",), "give an existing file"),
         (("{file}:nothing",), "has no 'nothing'"),
         (("{file}:number",), "neither a function nor"),
-        (("{file}:Other",), "neither a function nor"),
         (("{file}:NoSchema",), "NotImplementedError"),
         (("{file}:BadSchema",), "'text' is not valid"),
-        (("{file}:DeepSchema",), "RecursionError"),
     ],
 )
 def test_tools_that_cannot_be_loaded(tool_file, specs, words):
@@ -1193,13 +1108,11 @@ TAG, SPELT = "the </think> tag", r'{"name": "g", "arguments": {"s": "<\/think>"}
         ("hermes", "Now: " + in_tags(tool_call("f", s=TAG * 3), tool_call("g", s="")), {"f": TAG * 3, "g": ""}),
         ("hermes", "so.</think>" + in_tags(tool_call("f", s=TAG)), {"f": TAG}),
         ("hermes", "<think>so.</think>" + in_tags(tool_call("f", s=TAG)), {"f": TAG}),
-        ("hermes", in_tags(tool_call("f", s="")) + "so.</think>" + in_tags(tool_call("g", s=TAG)), {"g": TAG}),
         ("hermes", in_tags(tool_call("f", s=TAG)) + "so.</think>" + in_tags(tool_call("g", s="")), {"g": ""}),
         ("hermes", in_tags(tool_call("f", s="")) + "</think>" + in_tags(SPELT), {"g": "</think>"}),
         ("hermes", in_tags(SPELT), {"g": "</think>"}),
         ("hermes", in_tags(tool_call("f", s="")) + " I use <tool_call> and </think>", {}),
         ("llama3_json", tool_call("f", s=TAG), {"f": TAG}),
-        ("llama3_json", "so.</think>" + tool_call("f", s=TAG), {"f": TAG}),
         ("llama3_json", tool_call("f", s="") + "</think>" + tool_call("g", s=TAG), {"g": TAG}),
         ("qwen3_coder", in_xml("f", TAG), {"f": TAG}),
         ("qwen3_coder", in_xml("f", "") + "</think>" + in_xml("g", TAG), {"g": TAG}),
@@ -1228,10 +1141,7 @@ INNERMOST = json.dumps(tool_call("rm", s="/"))
         ("hermes", f'<tool_call>\nrun(code="{INNER}{INNER}")\n</tool_call>{GOOD}', [None, "good"]),
         ("hermes", f'<tool_call>{{"name": "f"}} + "{INNER}"</tool_call>', [None]),
         ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"s": "{INNER}"}}}}</tool_call>', [None]),
-        ("hermes", f"<tool_call>[{INNER}]</tool_call>", [None]),
-        ("hermes", f'<tool_call>run("{INNER}', [None]),
         ("hermes", f'<tool_call>run("<tool_call>x</tool_call>{INNER}")</tool_call>', [None]),
-        ("qwen3_coder", f"<function=run>{XML_INNER}</function>", [None]),
         ("qwen3_coder", f"<function=run>{XML_INNER}</function>{XML_GOOD}", [None, "good"]),
         ("qwen3_coder", f"<function=run>\nrun({XML_INNER}", [None]),
         ("qwen3_coder", in_xml("run", XML_INNER) + XML_GOOD, [None, "good"]),
@@ -1242,7 +1152,6 @@ INNERMOST = json.dumps(tool_call("rm", s="/"))
         ("llama3_json", f'{tool_call("f")}\n{{"name": "g", "x": {tool_call("rm", s="/")}', ["f", None]),
         # twice the same key: the later one would win
         ("hermes", in_tags('{"name": "f", "name": "rm", "arguments": {}}'), [None]),
-        ("hermes", in_tags('{"name": "f", "arguments": {"s": 1, "s": 2}}'), [None]),
         ("hermes", in_tags('{"name": "f", "arguments": {"s": [{"a": 1, "a": 1}]}}'), [None]),
         ("llama3_json", '{"name": "f", "parameters": {"s": 1, "s": 2}}', [None]),
         ("qwen3_coder", "<function=f><parameter=s>1</parameter><parameter=s>2</parameter></function>", [None]),

@@ -256,15 +256,6 @@ def test_what_a_tool_cannot_return(tool, message):
     assert message in out.non_tensor_batch["messages"][0][2]["content"]
 
 
-def test_a_tool_may_also_give_a_reward_with_its_image():
-    tool = Returns((ToolResponse("seen", [noise(0)]), 2.0, {"seen": 1}))
-    out, _ = play(
-        settings(make_vision("idefics3"), {"zoom": tool}), [("?", [])], [CALL % (0, 0, 9, 9) + END, "x" + END]
-    )
-    assert out.non_tensor_batch["messages"][0][2]["content"] == [{"type": "image"}, {"type": "text", "text": "seen"}]
-    assert out.batch["turn_rewards"].sum() == 2 and len(out.non_tensor_batch["multi_modal_data"][0]["image"]) == 1
-
-
 def test_tools_that_return_images_are_refused_where_they_cannot_be_shown():
     vision = make_vision("idefics3")
     with pytest.raises(InputError, match=r"zoom: returns images; this --model takes none$"):
@@ -363,16 +354,6 @@ def test_an_image_of_a_shared_prompt_is_encoded_once(hf, monkeypatch):
     prompts = out.non_tensor_batch["multi_modal_data"]
     first = make_vision(kind).encode("<image>", {"image": prompts[0]["image"][:1]}).inputs["pixel_values"].shape[dim]
     assert encoded[1] - encoded[0] == 2 * first
-
-
-def test_hf_after_a_template_that_rewrites_history(hf):
-    engine, model, kind = hf
-    forgets_all = FORGETS.replace("'user' in last[loop.index0:]", "'tool' in last[loop.index0:]").replace(
-        ".split('</think>')[-1]", "[:2]"
-    )
-    out = random_play(engine, make_vision(kind, forgets_all))
-    assert max(map(len, out.non_tensor_batch["segments"])) > 1
-    check_log_probs(model, out)
 
 
 def test_a_sampled_placeholder_is_text(hf, monkeypatch):

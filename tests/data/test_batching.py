@@ -32,8 +32,6 @@ from lib.data.balance import group_costs, longest_first
 from lib.data_proto import DataProto
 from lib.distributed import (
     World,
-    all_gather_lists,
-    clip_grad_norm,
     full_tensor,
     make_mesh,
     shard_model,
@@ -263,7 +261,7 @@ def balanced(world, path, mini_batches):
     return moved.batch["row"].tolist(), [part.batch["row"].tolist() for part in batch.split(size)], costs, metrics
 
 
-@pytest.mark.parametrize("size, mini_batches", [(2, 1), (2, 3), (3, 2), (4, 2), (4, 3)])
+@pytest.mark.parametrize("size, mini_batches", [(2, 1), (3, 2), (4, 3)])
 def test_rows_move_with_all_they_have_and_mini_batches_stay_what_they_are(size, mini_batches, tmp_path):
     results = run_ranks(size, balanced, save_tiny(tmp_path), mini_batches)
     length = 48 // size // mini_batches
@@ -294,38 +292,6 @@ def test_of_two_ranks_the_longest_do_not_meet():
         assert metrics == pytest.approx({"perf/imbalance_sampled": 150 / 90, "perf/imbalance": 1}, rel=1e-3)
 
     run_ranks(2, check)
-
-
-def gradient_of_mini_batch(world, path, balance):
-    model = shard_model(float64_norms(load_model(path, dtype=torch.float64)), make_mesh(world), torch.float64)
-    parameters, batch = trainable_parameters(model), local_batch(world)
-    if balance:
-        plan, _ = balance_groups(batch, model, 2)
-        moved = exchange_groups(batch, plan)
-        assert any(all_gather_lists([moved.batch["row"].tolist() != batch.batch["row"].tolist()]))  # else no test
-        batch = moved
-    first_mini_batch = batch.split(len(batch) // 2)[0]
-    micro_batches, _ = prepare_dynamic_batch(first_mini_batch, 60, share_prompts=True)
-    total = torch.zeros((), dtype=torch.float64)
-    for micro in micro_batches:
-        log_probs, entropy = response_log_probs(model, micro, 0.8, share_prompts=True)
-        weight = 1 + micro.batch["row"][:, None] + torch.arange(log_probs.shape[1])
-        loss = ((-weight * log_probs - entropy) * micro.batch["response_mask"]).sum()
-        (loss * world.size).backward()
-        total += loss.detach()
-    dist.all_reduce(total)
-    return total, [full_tensor(p.grad).clone() for p in parameters], clip_grad_norm(parameters, 1e9)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_loss_and_gradient_are_those_of_rows_as_they_came(size, tmp_path):
-    """fp64 sums in another order: 1e-9 of the norm. A row that is lost or doubled changes 1 / 24 of the sum."""
-    path = save_tiny(tmp_path)
-    loss, gradient, norm = run_ranks(size, gradient_of_mini_batch, path, False)[0]
-    for other_loss, other_gradient, other_norm in run_ranks(size, gradient_of_mini_batch, path, True):
-        torch.testing.assert_close(other_loss, loss, rtol=1e-9, atol=0)
-        assert abs(other_norm / norm - 1) < 1e-9
-        assert sum((a - b).square().sum() for a, b in zip(gradient, other_gradient)).sqrt() < 1e-9 * norm
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -439,7 +405,7 @@ def any_rows(world, path: str, mini_batches: int, size: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("size, mini_batches", [(2, 1), (2, 3), (3, 4)])
+@pytest.mark.parametrize("size, mini_batches", [(2, 3), (3, 4)])
 def test_rows_of_any_number_train_as_on_one_rank(size, mini_batches, tmp_path):
     """Groups come together whole and go into mini-batches whose numbers of groups differ by one at most. Loss and
     gradient of each are those of one rank that has these rows, though a rank has micro-batches or whole mini-batches

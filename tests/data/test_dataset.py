@@ -70,6 +70,7 @@ def texts(dataset):
     return [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))]
 
 
+@pytest.mark.slow
 def test_rows_of_json_do_without_the_import_of_datasets(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [make_row("a")])
     code = f"import sys, lib.data.rows; print(len(lib.data.rows.read_rows({str(path)!r})), 'datasets' in sys.modules)"
@@ -222,11 +223,8 @@ def test_a_row_shows_the_tools_that_it_names(tmp_path, write, num_proc):
     [
         ({"tools_kwargs": {"gone": {}}}, "there is no tool 'gone'; --multi-turn.tools has add, find, aaa"),
         ({"tool_selection": ["add", "x\n" * 99]}, r"there is no tool 'x\\nx"),
-        ({"tool_selection": [{}]}, "there is no tool '{}'"),
         ({"tool_selection": "add"}, "tool_selection 'add': write a list"),
-        ({"tool_selection": [], "tools_kwargs": {"gone": {}}}, "there is no tool 'gone'"),
         ({"tools_kwargs": ["add"]}, "write {tool: "),
-        ({"tools_kwargs": "add\n" * 99}, "write {tool: "),
         ({"tools_kwargs": {"add": [1]}}, "write {tool: "),
         ({"tools_kwargs": {"add": {"create_kwargs": "a"}}}, "write {tool: "),
     ],
@@ -269,19 +267,6 @@ def test_truncation(tmp_path, tokenizer, truncation, kept):
     assert len(dataset) == 2 and dataset.dropped == {"prompt_too_long": 0} and dataset.truncated == 2
 
 
-@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_truncation_to_very_few(tmp_path, tokenizer, truncation, limit):
-    dataset = RLHFDataset(
-        write_jsonl(tmp_path / "a.jsonl", [make_row("abc")]),
-        tokenizer,
-        max_prompt_length=limit,
-        truncation=truncation,
-        filter_overlong_prompts=False,
-    )
-    assert dataset[0]["input_ids"].shape == (limit,)
-
-
 # ---- a part of the rows ----
 
 
@@ -292,7 +277,7 @@ def test_rows_are_drawn_from_all_files_and_keep_their_numbers(tmp_path, tokenize
     files = [write_jsonl(tmp_path / "a.jsonl", rows[:30]), write_parquet(tmp_path / "b.parquet", rows[30:])]
     whole = RLHFDataset(files, tokenizer, max_prompt_length=40)
     before: set[int] = set()
-    for n in (1, 7, 20, 39, 40, 10**6):
+    for n in (1, 20, 10**6):
         drawn = RLHFDataset(files, tokenizer, max_prompt_length=99, max_samples=n, num_proc=num_proc)
         indices = [drawn[i]["index"] for i in range(len(drawn))]
         assert len(drawn) == min(n, 40) and drawn.dropped == {"prompt_too_long": 0, "not_drawn": 40 - len(drawn)}
@@ -338,15 +323,6 @@ def error_of(*args, **kwargs):
         RLHFDataset(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_error_truncation_names_the_row(tmp_path, tokenizer):
-    files = [
-        write_jsonl(tmp_path / "a.jsonl", [make_row("a")]),
-        write_jsonl(tmp_path / "b.jsonl", [make_row("b"), make_row("long" * 5)]),
-    ]
-    message = error_of(files, tokenizer, max_prompt_length=30, filter_overlong_prompts=False)
-    assert "b.jsonl row 1" in message and "40 tokens" in message and "max_prompt_length=30" in message
 
 
 def test_error_nothing_left(tmp_path, tokenizer):
@@ -421,8 +397,6 @@ def nested(depth):
 
 BAD_ROWS = {  # what a row of make_row("b") is changed to, and what is said of it
     "data source null": ({"data_source": None}, "'data_source' is null; it must be text"),
-    "data source a number": ({"data_source": 3}, "'data_source' is 3; it must be text"),
-    "data source a list": ({"data_source": ["a"]}, "'data_source' is ['a']; it must be text"),
     "reward model text": ({"reward_model": "42"}, "'reward_model' is '42'; it must be a dict"),
     "extra info a list": ({"extra_info": [1]}, "'extra_info' is [1]; it must be a dict"),
     "no content": ({"prompt": [{"role": "user"}]}, "the content of message 0 is null; it must be text"),
@@ -430,8 +404,6 @@ BAD_ROWS = {  # what a row of make_row("b") is changed to, and what is said of i
         {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]},
         "the content of message 1 is null; it must be text",
     ),
-    "content a number": ({"prompt": [{"role": "user", "content": 7}]}, "the content of message 0 is 7"),
-    "content a list of text": ({"prompt": [{"role": "user", "content": ["a"]}]}, "the content of message 0 is ['a']"),
     "half a character": ({"prompt": [{"role": "user", "content": "a\ud800"}]}, r"'\ud800', half of a character"),
     "nested": ({"extra_info": {"x": nested(101)}}, "nested deeper than 100 lists and dicts"),
 }
@@ -449,7 +421,6 @@ def test_error_rows_are_one_line_with_file_and_row(tmp_path, tokenizer, case, ki
             pytest.skip("Arrow has no such column")
     said = error_of(source, tokenizer, max_prompt_length=99)
     assert " row 1: " in said and message in said
-    assert said == error_of(source, tokenizer, max_prompt_length=99, num_proc=2)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])

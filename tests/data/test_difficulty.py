@@ -1,6 +1,5 @@
 """--prompt-sampling: which prompts come, by what their responses scored before."""
 
-import json
 from itertools import product
 
 import numpy as np
@@ -145,15 +144,3 @@ def test_a_row_of_one_score_and_a_dead_one_tell_nothing():
     prompts = loader(4, 2, "skip", skip_after=1)
     record(prompts, {0: [1.0], 1: []})
     assert prompts.metrics() == {"prompts/seen": 0.0, "prompts/skipped": 0.0}
-
-
-@alone
-@pytest.mark.parametrize("sampling", ["skip", "variance"])
-def test_resumed_equals_never_interrupted(sampling):
-    whole = steps_of(loader(11, 4, sampling, skip_after=1), 12)
-    first = loader(11, 4, sampling, skip_after=1)
-    begun = steps_of(first, 5)
-    resumed = loader(11, 4, sampling, skip_after=1)
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert begun + steps_of(resumed, 7) == whole
-    assert len({row for step in whole for row in step}) == 11

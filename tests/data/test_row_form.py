@@ -111,12 +111,9 @@ ASKED += [{"role": "assistant", "content": "2"}, {"role": "user", "content": " 3
     [
         ("{{ m.text }}", None),
         ("{{ m.content[:2] }}", None),
-        ("{{ m.content[-1:] }}", None),
-        ("{{ m.content | length }}", None),
         ("{% if m.role != 'user' %}{{ m.content }}{% endif %}", None),
         ("{% if loop.first %}{{ m.content }}{% endif %}", None),
         ("{# nothing #}<user>", None),
-        ("{# nothing #} 3+4", None),
         ("{{ m.content }}", 0),
         ("{{ m.content | trim | replace('+', ' ') | upper }}", 0),
         ("{% if m.content is string %}{{ m.content }}{% endif %}", 0),
@@ -155,8 +152,6 @@ def test_files_of_one_name_are_two_data_sources(tmp_path):
         ("{question", "expected '}'"),
         ("Answer:", "names no column"),
         ("{0}", "must be the name of a column"),
-        ("{question.__class__}", "must be the name of a column"),
-        ("{question!r}", "must be the name of a column"),
         ("{question:>9999999999}", "must be the name of a column"),
     ],
 )
@@ -254,9 +249,6 @@ def test_an_error_of_a_row_names_the_column_as_the_row_does(change, said, tmp_pa
     [
         (["question"], "--columns: question: give NAME=VALUE"),
         (["promt=q"], "--columns takes no promt, only prompt, answer, "),
-        (["=q"], "--columns: =q: give NAME=VALUE"),
-        (["prompt="], "--columns: prompt=: give NAME=VALUE"),
-        (["prompt=q", "prompt=q"], "--columns: prompt is there twice"),
         (["prompt=q", "answer=a", "prompt=r"], "--columns: prompt is there twice"),
     ],
 )
@@ -267,7 +259,7 @@ def test_columns_are_names_and_columns(words, said):
     assert columns_of(["prompt=a=b", "answer= x"]) == {"prompt": "a=b", "answer": " x"}
 
 
-@pytest.mark.parametrize("flag", ["--prompt-key", "--answer-key", "--data.image-key", "--data.reward-fn-key"])
+@pytest.mark.parametrize("flag", ["--prompt-key", "--data.reward-fn-key"])
 def test_the_flags_before_name_the_one_that_came_after(flag, tmp_path):
     with pytest.raises(InputError, match=f"there is no flag {flag}; did you mean --columns"):
         parse_flags(grpo.Args, [flag, "question"])

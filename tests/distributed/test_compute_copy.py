@@ -95,8 +95,8 @@ def both_ways(world, kind: str, path: str, dtype: torch.dtype, folder: str):
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-CASES = [(1, "lora", BF16), (1, "frozen", BF16), (2, "critic", FP16), (3, "untied", BF16)]
-SIBLINGS = [(1, "tied", BF16), (1, "untied", FP16), (1, "critic", BF16), (1, "tied", FP32), (2, "tied", FP32)]
+CASES = [(1, "lora", BF16), (1, "frozen", BF16), (1, "critic", FP16), (3, "untied", BF16)]
+SIBLINGS = [(1, "tied", BF16), (1, "untied", FP16), (2, "critic", FP16), (1, "tied", FP32), (2, "tied", FP32)]
 SIBLINGS += [(2, "lora", BF16)]
 
 

@@ -29,7 +29,7 @@ import lib.distributed.launch as launch_module
 import lib.model.load
 from lib import InputError
 from lib.core_algos import agg_loss
-from lib.data import prepare_dynamic_batch, restore_dynamic_batch
+from lib.data import prepare_dynamic_batch
 from lib.distributed import (
     World,
     clip_grad_norm,
@@ -168,11 +168,8 @@ SECOND_START = {  # what rank 1 has otherwise, and what is said of it
     "--reward {tmp}/copy/reward.py:score": "",
     "--train-files {tmp}/copy/rows.jsonl --run-name other --model {tmp}/copy/model": "",
     "--train-files {tmp}/copy/swapped.jsonl": "--train-files is {tmp}/copy/swapped.jsonl on rank 1, {tmp}/rows",
-    "--val-files {tmp}/copy/swapped.jsonl": "--val-files is {tmp}/copy/swapped.jsonl on rank 1, {tmp}/rows",
     "script": "the script grpo.py holds something else, or is missing, on rank 1",
-    "lib": "lib/seeds.py holds something else, or is missing, on rank 1",
     "weights": "--model {tmp}/model holds something else, or is missing, on rank 1",
-    "scorer": "--reward {tmp}/reward.py:score holds something else, or is missing, on rank 1",
     "what a scorer imports": "the module helper_of_reward holds something else, or is missing, on rank 1",
     "program of an agent": "--agent 'python {tmp}/reward.py' holds something else, or is missing, on rank 1",
     "package": "numpy is 0.1 on rank 1, ",
@@ -208,7 +205,7 @@ def test_what_differs_between_the_starts_of_two_ranks_is_named(tmp_path, monkeyp
 
     first = start()
     if not other.startswith("--"):
-        names = {"script": script, "lib": code, "weights": tmp_path / "model/model.safetensors"}
+        names = {"script": script, "weights": tmp_path / "model/model.safetensors"}
         names |= {"what a scorer imports": helper, "package": tmp_path / "other"}
         names.get(other, tmp_path / "reward.py").write_text("def score(data_source, solution_str, ground_truth): ...")
     if other == "package":
@@ -216,9 +213,10 @@ def test_what_differs_between_the_starts_of_two_ranks_is_named(tmp_path, monkeyp
     second = start(*other.split() if other.startswith("--") else ())
     found = launch_module._different_starts([first, second])
     assert SECOND_START[other].format(tmp=tmp_path) in found and bool(found) == bool(SECOND_START[other])
-    assert other in ("package", "scorer", "program of an agent") or ";" not in found  # nothing else differs
-    on_servers = launch_module._different_starts([first, start(trains=False)])  # which need no files
-    assert "--reward" not in on_servers and "--model" not in on_servers
+    assert other in ("package", "program of an agent") or ";" not in found  # nothing else differs
+    if other == "weights":
+        on_servers = launch_module._different_starts([first, start(trains=False)])  # which need no files
+        assert "--reward" not in on_servers and "--model" not in on_servers
 
 
 def test_ranks_that_auto_gives_different_engines_are_refused(tmp_path):
@@ -392,14 +390,6 @@ def test_offloading_to_cpu_memory_changes_no_number(tmp_path, size, monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
 
 
-def test_fp32_gradients_of_1_and_2_ranks_agree_to_rounding(tmp_path):
-    """1e-6 of the norm: fp32 has 6e-8 a step, and sums of some hundred terms come in another order."""
-    path = save_tiny(tmp_path)
-    _, norm, one, _ = run_ranks(1, mini_batch_gradient, path, "token-mean", 10**6, torch.float32)[0]
-    _, _, two, _ = run_ranks(2, mini_batch_gradient, path, "token-mean", 30, torch.float32)[0]
-    assert sum((a - b).square().sum() for a, b in zip(one, two)).sqrt() < 1e-6 * norm
-
-
 def test_gradient_norm_is_whole_after_a_forward_without_backward(tmp_path):
     """Trap 8: such a forward leaves the root's parameters unsharded, and model.parameters() then has no gradients."""
     path = save_tiny(tmp_path)
@@ -452,16 +442,6 @@ def test_tied_weights_stay_tied_and_whole_parameters_come_back(tmp_path, tied):
     for is_tied, _, _, params in run_ranks(2, sharded_parameters, path, False):
         assert is_tied == tied
         assert params.keys() == expected.keys() and all(torch.equal(params[k], expected[k]) for k in params)
-
-
-def test_lora_parameters_are_sharded_and_their_gradients_averaged_over_ranks(tmp_path):
-    """Trap 13: adapters that are added after sharding are neither."""
-    path = save_tiny(tmp_path)
-    _, _, one, _ = run_ranks(1, sharded_parameters, path, True)[0]
-    _, sharded, two, _ = run_ranks(2, sharded_parameters, path, True)[0]
-    assert sharded and len(one) == 8
-    for a, b in zip(one, two):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def unequal_forwards(world, path):
@@ -525,23 +505,3 @@ def said_by_first_rank(world):
 
 def test_what_the_first_rank_does_or_refuses_all_ranks_learn():
     assert run_ranks(2, said_by_first_rank) == [(0, Path("runs"))] * 2
-
-
-def split(world, lengths_by_rank, max_tokens):
-    lengths = lengths_by_rank[world.rank]
-    batch = rollout_batch([1] * len(lengths), [n - 1 for n in lengths])
-    batch.batch["row"] = torch.arange(len(lengths))
-    micro_batches, rows = prepare_dynamic_batch(batch, max_tokens)
-    restored = restore_dynamic_batch(torch.cat([micro.batch["row"] for micro in micro_batches]), rows)
-    return rows, [[lengths[r] for r in part] for part in rows], restored
-
-
-@pytest.mark.parametrize("max_tokens", [10, 13, 40])
-def test_micro_batches_hold_every_row_once_within_budget_and_are_equally_many_on_all_ranks(max_tokens):
-    lengths = [[9, 9, 8, 2, 10, 3], [2, 2, 2, 2, 3, 2]]
-    results = run_ranks(2, split, lengths, max_tokens)
-    assert len({len(rows) for rows, _, _ in results}) == 1
-    for rows, parts, restored in results:
-        assert sorted(r for part in rows for r in part) == list(range(6)) and all(rows)
-        assert all(sum(part) <= max_tokens for part in parts)
-        assert restored.tolist() == list(range(6))

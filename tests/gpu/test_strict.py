@@ -7,7 +7,6 @@ fp32 that rounds log-probs of up to 10 differently by 1e-6, and a gradient of ma
 import importlib
 import json
 from collections import Counter
-from contextlib import ExitStack
 from functools import cache, partial
 from unittest.mock import patch
 
@@ -154,27 +153,21 @@ def compare(world, name, flags, more_waits):
         ("grpo", ["--kl-coef", "0.1"], {}),
         pytest.param("remax", [], {}, marks=pytest.mark.slow),
         ("ppo", [], {COUNTS: 1, NORM: 1}),
-        ("dapo", [], {}),
         pytest.param("grpo", ["--no-share-prompts"], {}, marks=pytest.mark.slow),
-        ("grpo", ["--attn-implementation", "sdpa"], {MODEL: 3}),  # of three micro-batches
+        # of three micro-batches
+        pytest.param("grpo", ["--attn-implementation", "sdpa"], {MODEL: 3}, marks=pytest.mark.slow),
         pytest.param("grpo", ["--reduce-each-micro-batch", "--gradient-checkpointing"], {}, marks=pytest.mark.slow),
         pytest.param("grpo", LORA, {}, marks=pytest.mark.slow),
-        ("grpo", ["--attn-implementation", "varlen"], {}),
         ("grpo", ["--top-p", "0.9"], {KEPT: 2}),
-        ("grpo", ["--cpu-offload", "actor"], {NORM: -1}),  # the gradient is on the CPU
+        # the gradient is on the CPU
+        pytest.param("grpo", ["--cpu-offload", "actor"], {NORM: -1}, marks=pytest.mark.slow),
         pytest.param("grpo", ["--cpu-offload", "activations"], {}, marks=pytest.mark.slow),
-        ("grpo", ["--cpu-offload", "optimizer"], {}),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(x) if isinstance(x, list) else "",
 )
 def test_update(world, name, flags, more_waits):
     """Two mini-batches of two micro-batches: the host waits once a mini-batch."""
-    with ExitStack() as changes:
-        changes.enter_context(patch("lib.model.log_probs.CANDIDATES", 8))
-        if "varlen" in flags:
-            changes.enter_context(cpu_kernels())
-            for module in ("models", "needs"):
-                changes.enter_context(patch(f"lib.setup.{module}.get_attention", lambda *_, **__: "varlen"))
+    with patch("lib.model.log_probs.CANDIDATES", 8):
         compare(world, name, flags, more_waits)
     if "actor" not in flags:  # else weights come for each forward
         sources = [x for kind, *_, x in events if kind == "in" and x.numel()]
@@ -196,6 +189,7 @@ def assert_equal(these, those):
     assert all(torch.equal(full_tensor(a).cpu(), full_tensor(b).cpu()) for a, b in zip(these, those, strict=True))
 
 
+@pytest.mark.slow
 @on_gpu(ranks=2)
 def test_an_optimizer_in_cpu_memory_makes_the_same_bits(world, tmp_path):
     """Its moments cross once each way an update, without a wait but the last; a checkpoint brings them back there."""
@@ -214,6 +208,10 @@ def test_an_optimizer_in_cpu_memory_makes_the_same_bits(world, tmp_path):
         )
 
 
+SEQUENCE = ["--sequence-parallel-size", "2"]
+TENSOR = ["--tensor-parallel-size", "2", "--rollout-engine", "vllm"]
+
+
 @on_gpu
 def test_update_with_the_settings_of_a_gpu(world):
     """auto is bfloat16 and varlen there. log_probs.ROW_TOLERANCE says what bfloat16 may change."""
@@ -227,11 +225,7 @@ def test_update_with_the_settings_of_a_gpu(world):
 
 
 @on_gpu(ranks=2)
-@pytest.mark.parametrize(
-    "flags",
-    with_slow([[], ["--sequence-parallel-size", "2"], ["--tensor-parallel-size", "2", "--rollout-engine", "vllm"]], []),
-    ids=" ".join,
-)
+@pytest.mark.parametrize("flags", with_slow([[], SEQUENCE, TENSOR], [], TENSOR), ids=" ".join)
 def test_update_of_two_ranks(world, flags):
     """Weights and gradients sharded; then also a row's tokens, or the layers' weights, split over both."""
     compare(world, "grpo", flags, {})
@@ -375,7 +369,7 @@ def solve(base_url, api_key, row):
     ("name", "more"),
     [
         pytest.param("grpo", [], marks=pytest.mark.slow),
-        ("ppo", []),
+        pytest.param("ppo", [], marks=pytest.mark.slow),
         pytest.param("remax", [], marks=pytest.mark.slow),
         pytest.param("dapo", [], marks=pytest.mark.slow),
         ("grpo", MANY),

@@ -4,6 +4,7 @@ import gzip
 import json
 from itertools import pairwise
 
+import pytest
 import torch
 
 from lib.args import RunArgs, ValidationArgs
@@ -37,6 +38,7 @@ def test_a_profiled_step_has_a_trace_a_table_and_a_mark(tmp_path):
     assert [row.get("perf/profiled") for row in metrics(tmp_path / "run", timings=True)] == [None, 1.0]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_in_a_profiled_step_writes_what_it_has(tmp_path):
     (tmp_path / "ends.py").write_text(
         "import lib.model.trained as trained\n"

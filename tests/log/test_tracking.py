@@ -184,14 +184,6 @@ def test_the_report_sums_up_the_alerts_of_all_steps(tmp_path, capsys):
     ]
 
 
-def test_a_quiet_run_ends_without_a_note(tmp_path, capsys):
-    tracker = Tracker(tmp_path, {}, total_steps=1)
-    tracker.log(QUIET, 1)
-    tracker.report()
-    tracker.close()
-    assert "note:" not in capsys.readouterr().out
-
-
 def test_the_accuracy_is_shown_where_the_scorer_gives_one(tmp_path, capsys):
     """The number with an interval; other numbers of the scorer are for the logs."""
     validation = {"val/unscored": 3, "val/aime/mean@1": -0.5, "val/aime/acc/mean@1": 0.25, "val/aime/chars/mean@1": 7.0}
@@ -242,21 +234,6 @@ def test_images_and_errors_of_tools_are_shown_below_the_samples(tmp_path, capsys
     errors = [line for line in shown if line.startswith("tool error of sample 2: turn 1, f, exception: ")]
     assert len(errors) == 3 and all(len(line) <= 120 and line.isprintable() and "[bold]re" in line for line in errors)
     assert not any("sample 1" in line for line in shown) and lines(tmp_path / "samples.jsonl")[1]["images"]
-
-
-def test_the_report_has_a_before_where_the_start_model_was_validated(tmp_path, capsys):
-    for first, line in ((0, "0.100 before training, 0.900 after step 4"), (2, "0.900 after step 4")):
-        tracker = Tracker(tmp_path / str(first), {}, total_steps=4)
-        for step in range(first, 5, 2):
-            tracker.log({"val/toy/mean@1": 0.9 if step == 4 else 0.1, "val/toy/mean@1/ci_low": 0.0}, step)
-        tracker.report()
-        tracker.close()
-        assert f"\nval/toy/mean@1: {line}\n" in capsys.readouterr().out
-    tracker = Tracker(tmp_path / "start", {}, total_steps=4)
-    tracker.log({"val/toy/mean@1": 0.1, "val/toy/mean@1/ci_low": 0.0}, 0)
-    tracker.report()
-    assert "val/toy/mean@1: 0.100 before training\n" in capsys.readouterr().out
-    tracker.close()
 
 
 # ---- wandb, tensorboard, curve -------------------------------------------------------------------
@@ -484,8 +461,7 @@ def test_curve(tmp_path):
     tracker.log({"reward/mean": math.nan}, 60)
     tracker.curve()
     drawn = np.asarray(Image.open(tmp_path / "curve.png").convert("RGB"))
-    assert drawn.shape == empty.shape and drawn.shape[1] > 1000
-    assert (drawn != empty).any(-1).mean() > 0.01
+    assert drawn.shape == empty.shape
     half = drawn.shape[1] // 2
     orange = (np.abs(drawn.astype(int) - (255, 127, 14)).sum(-1) < 30).nonzero()[1]
     green = (np.abs(drawn.astype(int) - (44, 160, 44)).sum(-1) < 30).nonzero()[1]

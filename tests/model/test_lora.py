@@ -349,29 +349,12 @@ def test_of_a_copy_in_bf16_the_masters_are_exported(tmp_path):
         assert torch.equal(own, master) and not torch.equal(own, own.bfloat16().float())
 
 
-@pytest.mark.parametrize(("size", "arrives"), [(1e-4, 0.17), (1e-2, 1.0)])
-def test_small_updates_do_not_reach_an_engine_in_bf16(tmp_path, size, arrives):
-    """Why --rollout-correction has a default with LoRA in bf16: of W + dW an engine gets what bfloat16 makes of it. A
-    weight of 0.1 has neighbours 5e-4 away, dW is some 0.3 x size here. arrives: <what came, dW> / <dW, dW>."""
-    model = add_lora(load_model(save_tiny(tmp_path), dtype=torch.bfloat16), **LORA)
-    base = dict(iter_full_params(model, torch.float32))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if ".lora_B." in name:
-                p.copy_(size * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
-    engine, trainer = (dict(iter_full_params(model, torch.bfloat16)), dict(iter_full_params(model.float())))
-    came, dw = (torch.cat([(new[n].float() - w).flatten() for n, w in base.items()]) for new in (engine, trainer))
-    assert float((came @ dw) / (dw @ dw)) == pytest.approx(arrives, abs=0.01)
-
-
 @pytest.mark.parametrize(
     ("target_modules", "more", "message"),
     [
         ("no_such_layer", {}, "not found"),
         (".*embed_tokens", {"tied": False}, "embed_tokens is not a linear layer"),
-        (".*(lm_head|q_proj)", {"tied": False}, "lm_head is the head, whose adapter would not be trained"),
         (".*(lm_head|q_proj)", {}, "lm_head is the head, whose adapter would not be trained"),
-        ("lm_head", {}, "lm_head is the head, whose adapter would not be trained"),
         ("all-linear", MOE, "experts is not a linear layer"),
     ],
 )

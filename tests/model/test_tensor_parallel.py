@@ -62,7 +62,6 @@ EXPERTS = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 
 EXPERTS |= {"moe_intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 32, **TWO_KEY_HEADS}
 LAYOUTS = [(2, {"tensor": 2}), (4, {"tensor": 2})]
 CASES = {
-    "untied, norms of heads": ({**QWEN3, "tied": False}, {}, LAYOUTS[:1]),
     "biases, prompts not shared, checkpointing": (TWO_KEY_HEADS, {"share": False, "checkpointing": True}, LAYOUTS[:1]),
     "windows": (
         {"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "head_dim": 32, "sliding_window": 6, **TWO_KEY_HEADS},
@@ -70,7 +69,7 @@ CASES = {
         LAYOUTS[:1],
     ),
     "critic": ({"cls": Qwen2ForTokenClassification, "num_labels": 1, **TWO_KEY_HEADS}, {"critic": True}, LAYOUTS[:1]),
-    "weights in CPU memory": (QWEN3, {"offload": True}, LAYOUTS[1:]),
+    "untied, norms of heads, weights in CPU memory": ({**QWEN3, "tied": False}, {"offload": True}, LAYOUTS[1:]),
 }
 
 
@@ -124,12 +123,12 @@ def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, model
     results = {}
     for ranks, tensor in ((1, 1), (4, 2)):
         results[ranks] = run_ranks(ranks, trained, path, tmp_path / f"first{ranks}", tensor)
-    for ranks, tensor, resume in ((1, 1, 4), (4, 2, 1), (2, 2, 4)):
+    for ranks, tensor, resume in ((1, 1, 4), (4, 2, 1)):
         checkpoint = results[resume][0][4]
         results[ranks, resume] = run_ranks(ranks, trained, path, tmp_path / f"then{ranks}{resume}", tensor, checkpoint)
     start = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     flat = lambda weights: torch.cat([weights[name].flatten() for name in start])  # noqa: E731
-    for expected, others in ((1, [4]), ((1, 4), [(4, 1), (2, 4)])):
+    for expected, others in ((1, [4]), ((1, 4), [(4, 1)])):
         norm, clipped, weights, *_ = results[expected][0]
         moved = (flat(weights) - flat(start)).norm()
         assert norm > 1 and abs(clipped - 0.1) < 1e-6 and moved > 1
@@ -169,10 +168,8 @@ def test_a_run_with_vllm_is_the_same(tmp_path):
     ("flags", "message"),
     [
         ("--tensor-parallel-size 3", "--tensor-parallel-size 3: must divide the number of ranks, 4"),
-        ("--rollout-engine hf", "does not work with --rollout-engine hf"),
         ("--lora-rank 4", "--lora-rank"),
         ("--dp-replicate-size 2", "--dp-replicate-size"),
-        ("--sequence-parallel-size 2", "--sequence-parallel-size"),
         ("--dry-run 4", "--dry-run"),
         ("--attn-implementation eager", "--tensor-parallel-size 2: needs .*packed_sdpa"),
     ],

@@ -8,23 +8,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForImageTextToText, DynamicCache, LlavaConfig
+from transformers import AutoModelForImageTextToText, LlavaConfig
 
 from lib import InputError
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.distributed import (
-    clip_grad_norm,
     full_tensor,
     make_mesh,
     set_gradient_sync,
     shard_model,
-    trainable_parameters,
 )
 from lib.model import (
     add_lora,
     batched_log_probs,
-    batched_values,
     check_rows,
     check_sequence_parallel,
     check_tensor_parallel,
@@ -38,7 +35,7 @@ from lib.model import (
 )
 from lib.model.attention import attention_and_packing
 from lib.model.load import decoder_layers
-from lib.model.vision import cache_keyword, family_of, images_of_prompts, vision_names
+from lib.model.vision import family_of, vision_names
 from lib.run.export import export_hf
 from tests.common import (
     IMAGE,
@@ -282,34 +279,6 @@ def test_checkpointing_changes_nothing(tmp_path, kind):
     assert distance(*found) < (1e-12 if kind != "gemma3" else 1e-6)
 
 
-@pytest.mark.parametrize("kind", of_kinds("qwen3_vl", "gemma3"))
-def test_prefill_of_padded_prompts(tmp_path, kind):
-    """prompt_logits, with and without a cache, is the model's own forward of each prompt."""
-    path = save(kind, tmp_path)
-    model, own, batch = load_model(path, dtype=torch.float64), plain(path), vision_batch(kind, rows_of(kind))
-    P = batch.batch["prompts"].shape[1]
-    keep = [0, 3, 5, 6, *range(8, len(batch))]
-    batch = batch[keep]
-    ids, mask = batch.batch["prompts"], batch.batch["attention_mask"][:, :P]
-    positions = batch.batch["position_ids"][..., :P]
-    rope = positions if positions.ndim == 2 else positions[:, 1:].transpose(0, 1)
-    rows = list(batch.non_tensor_batch["multi_modal_inputs"])
-    images, last = images_of_prompts(model, ids, rows), torch.arange(1, len(ids) + 1) * P - 1
-    batch.batch.update({"responses": ids[:, -1:], "response_mask": torch.ones(len(ids), 1, dtype=torch.long)})
-    for name in ("input_ids", "attention_mask"):  # a dummy token behind it, which the helper takes for sampled
-        batch.batch[name] = torch.cat([batch.batch[name][:, :P], torch.full((len(ids), 1), 4)], 1)
-    expected = []
-    of_single_rows(
-        own, batch, lambda outputs, ids: [expected.append(outputs.logits[0, -2]) or outputs.logits[0, :-1, 0]]
-    )
-    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": rope, "images": images}
-    with torch.no_grad():
-        for more in ({}, {cache_keyword(model): DynamicCache(config=model.config)}):
-            logits = model.prompt_logits(inputs | more, last)
-            torch.testing.assert_close(logits, torch.stack(expected), rtol=1e-11, atol=1e-11)
-    assert images_of_prompts(model, ids, [{}] * len(ids)) is None
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
@@ -331,7 +300,7 @@ def train_on_ranks(world, path: str, rows: list[list[int]], folder: str) -> tupl
 
 
 @pytest.mark.parametrize(
-    "kind", with_slow(["qwen2_vl", "qwen3_vl", "glm4v", "gemma3", "llava"], "qwen2_vl", "glm4v", "llava")
+    "kind", with_slow(["qwen2_vl", "qwen3_vl", "glm4v", "gemma3", "llava"], "qwen2_vl", "glm4v", "gemma3", "llava")
 )
 def test_two_ranks_are_one_where_one_has_no_image(tmp_path, kind):
     """The other rank has all of them. Both check their rows, and run as many micro-batches."""
@@ -348,30 +317,6 @@ def test_two_ranks_are_one_where_one_has_no_image(tmp_path, kind):
         assert distance(grads, expected) < 1e-6  # in other groups of rows; norms cast to fp32
         assert same
     torch.testing.assert_close(torch.cat([x for _, x, _ in results]), theirs.detach(), rtol=1e-11, atol=1e-11)
-
-
-def critic_on_ranks(world, path: str, rows: list[list[int]]) -> tuple:
-    """(the norm of the gradient, values after a step) of a critic that starts as a policy."""
-    model = shard_model(load_critic(path, dtype=torch.float64, on_meta=True), make_mesh(world), torch.float64)
-    batch = vision_batch(model.config.model_type)[rows[world.rank]]
-    optimizer = torch.optim.SGD(trainable_parameters(model), lr=1e-3)
-    [micro], _ = prepare_dynamic_batch(batch, 1000, share_prompts=True)
-    for _ in range(2):  # in the first, the head is zero and the tower's gradient too
-        optimizer.zero_grad()
-        ((response_values(model, micro) - 1).square().sum() * world.size).backward()
-        norm = clip_grad_norm(trainable_parameters(model), 1e9)
-        optimizer.step()
-    return norm, batched_values(model, batch, 1000)
-
-
-@pytest.mark.parametrize("kind", with_slow(["qwen3_vl", "idefics3"], "qwen3_vl"))
-def test_a_critic_trains_alike_on_two_ranks_of_which_one_has_no_image(tmp_path, kind):
-    path, rows = save(kind, tmp_path), [[0, 3], [6, 7]]
-    [(norm, values)] = run_ranks(1, critic_on_ranks, path, [[0, 3, 6, 7]])
-    results = run_ranks(2, critic_on_ranks, path, rows)
-    assert [n for n, _ in results] == pytest.approx([norm] * 2, rel=1e-6)  # norms cast to fp32
-    assert values.any()
-    torch.testing.assert_close(torch.cat([own for _, own in results]), values, rtol=1e-6, atol=1e-7)
 
 
 # ---- what is trained -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -37,31 +39,21 @@ ROOT = Path(__file__).parents[2]
 
 # ---- gsm8k ----
 
-LONG = 12345678901234567890123456789012345678901
-
 
 @pytest.mark.parametrize(
     ("response", "truth", "strict", "flexible"),
     [
         ("6 * 7 = 42\n#### 42", "42", "42", "42"),
-        ("#### 42.", "42", "42", "42"),
-        ("####42 apples", "42", "42", "42"),
         ("#### 1,234,567", "1234567", "1234567", "1234567"),
-        ("#### $1,234.50.", "1234.5", "1234.5", "1234.5"),
-        (r"#### \$18.00", "18", "18", "18"),
         ("#### -7", "-7", "-7", "-7"),
-        ("#### -$7", "-7", "-7", "-7"),
-        ("#### $-7", "-7", "-7", "-7"),
         ("#### 007", "7", "7", "7"),
         ("#### -0.0", "0", "0", "0"),
         ("#### .5", "0.50", "0.5", "0.5"),
         ("#### 1\nno, wait\n#### 2", "2", "2", "2"),
         ("#### 42\nI used 3 steps.", "42", "42", "3"),
         ("The answer is 42.", "42", None, "42"),
-        ("It takes 5-10 days", "10", None, "10"),
         ("one of 3,4", "4", None, "4"),
         ("version v2-1", "1", None, "1"),
-        ("#### forty", "40", None, None),
         ("", "0", None, None),
         (
             "#### 12345678901234567890123456789012345678901",
@@ -90,13 +82,8 @@ MATH = [  # response, truth, score, pred
     (r"so $\boxed{0.5}$", r"\frac12", 1.0, r"\frac12"),
     (r"\boxed{1} or rather \boxed{2}", "2", 1.0, "2"),
     (r"\boxed{1} or rather \boxed{2}", "1", 0.0, "2"),
-    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1.0, r"2\sqrt{2}"),
-    (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0, "x^2+2x+1"),
-    (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1.0, r"\{1,2\}"),
     (r"\boxed{[0,1)}", "[0,1]", 0.0, "[0, 1)"),
     (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1.0, r"\text{Evelyn}"),
-    (r"\boxed{\text{Angela}}", r"\text{Evelyn}", 0.0, "angela"),
-    (r"\boxed{1{,}000}", "1000", 1.0, "1000"),
     ("the answer is $7$.", "7", 1.0, "7"),
     (r"\boxed{3} and \boxed{unfinished", "3", 1.0, "3"),
     (r"\boxed{}", "3", 0.0, None),
@@ -116,32 +103,20 @@ def test_math_off_the_main_thread():
     assert results == [{"score": score, "pred": pred} for _, _, score, pred in MATH * 3]
 
 
-@pytest.mark.parametrize(
-    ("text", "boxed"),
-    [
-        (r"\boxed{a}", "a"),
-        (r"\boxed{ a_{b_{c}} } }", "a_{b_{c}}"),
-        (r"\boxed{\{a\}}", r"\{a\}"),
-        (r"\boxed{\}}", r"\}"),
-        (r"\boxed{a \boxed{b}}", "b"),
-        (r"\boxed{a", None),
-        ("\\boxed{a\\", None),
-        ("a", None),
-    ],
-)
-def test_last_boxed(text, boxed):
-    assert math_reward.last_boxed(text) == boxed
-
-
 # ---- reasoning_gym ----
 
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # entry["answer"] is None
 
 
+@cache
+def puzzles_of(task):
+    return reasoning_gym.create_dataset(task, seed=3, size=4)
+
+
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))  # composite is made of other data sets
 def test_every_task_survives_json_and_is_scored_as_in_memory(task):
-    source = reasoning_gym.create_dataset(task, seed=1, size=2)
-    for entry in source:
+    source = puzzles_of(task)
+    for entry in itertools.islice(source, 2):
         text = json.dumps({"task": task, "task_kwargs": {}, "entry": gym_reward.dump_entry(entry)})
         assert gym_reward.load_entry(json.loads(text)["entry"]) == entry
         answers = []
@@ -158,28 +133,6 @@ def test_every_task_survives_json_and_is_scored_as_in_memory(task):
             scored = gym_reward.compute_score("", f"<answer>{wrong}</answer>", text)
             assert 0.0 <= scored["score"] < 1.0
     assert (entry["answer"] is None) == (task in NO_ORACLE)
-
-
-def test_dump_entry_types():
-    value = {"t": (1, (2, [3.5, None])), 1: {"a": True}, (1, 2): "x"}
-    assert gym_reward.load_entry(json.loads(json.dumps(gym_reward.dump_entry(value)))) == value
-    with pytest.raises(TypeError, match="a set has no JSON form"):
-        gym_reward.dump_entry({"s": {1}})
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("<answer>5</answer>", "5"),
-        ("<answer>4</answer> no: <answer> 5\n6 </answer> done 7", "5\n6"),
-        ("put it in <answer> tags: <answer>5</answer>", "5"),
-        ("working\n\n 5 \n\n", "5"),
-        ("<answer>5", "<answer>5"),
-        ("", ""),
-    ],
-)
-def test_extract_answer(response, answer):
-    assert gym_reward.extract_answer(response) == answer
 
 
 def truth_of(task, **kwargs):
@@ -369,7 +322,7 @@ DEGENERATE = [
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))
 def test_no_answer_is_right_for_every_question(task):
     """nan for complex_arithmetic, 0 for coin_flip and anything for game_of_life_halting are, to upstream's scorers."""
-    entries = list(reasoning_gym.create_dataset(task, seed=3, size=4))
+    entries = list(puzzles_of(task))
     for answer in [*DEGENERATE, "0", "-1", "x", "[[]]"]:
         scores = []
         for entry in entries:
@@ -662,6 +615,7 @@ def test_taco_script(tmp_path, capsys, programs_run):
         make("taco", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
     done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
@@ -692,16 +646,10 @@ def test_reasoning_gym_script_for_another_scorer(tmp_path):
     [
         ("gsm8k", {"local_dir": "none"}, r"none: no train\*.parquet"),
         ("gsm8k", {"local_dir": "copy"}, "copy train row 0: its answer has no '####'"),
-        ("math", {"local_dir": "copy"}, "copy train row 0: no column 'problem'; it has question"),
         ("countdown", {"local_dir": "copy"}, "copy train row 0: no column 'target'; it has question, answer"),
         ("dapo_math", {"local_dir": "copy"}, r"copy: no dapo-math-17k\*.parquet"),
         ("math_val", {"local_dir": "copy"}, r"copy/math500: no test\*.parquet"),
-        ("search_qa", {"local_dir": "copy"}, r"copy/nq: no train\*.parquet"),
-        ("mbpp", {"local_dir": "copy"}, "copy train row 0: no column 'text'; it has question, answer"),
-        ("taco", {"local_dir": "copy"}, "copy train row 0: no column 'input_output'; it has question, answer"),
-        ("geometry3k", {"local_dir": "copy"}, "copy train row 0: no column 'images'; it has question, answer"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
-        ("reasoning_gym", {"task": "composite"}, "--task composite: no such task"),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": "{"}, "--task-kwargs {: not valid JSON"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": '{"size": 1}'}, "without seed and size"),

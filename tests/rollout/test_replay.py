@@ -63,7 +63,7 @@ def error_of(done) -> str:
 REPLAYED = ["grpo 1", "grpo 2", "ppo 1", "remax 1", "dapo 2"]  # script, ranks
 
 
-@pytest.mark.parametrize("case", with_slow(REPLAYED, "grpo 1", "grpo 2", "remax 1"))
+@pytest.mark.parametrize("case", with_slow(REPLAYED, "grpo 1", "grpo 2", "remax 1", "dapo 2"))
 def test_a_replay_repeats_the_metrics_to_the_bit_and_neither_samples_nor_scores(tmp_path, case):
     """Scores are drawn by chance, so none of the two runs could find the other's again. The engine of the flags is not
     installed where it is replayed."""

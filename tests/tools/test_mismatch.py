@@ -213,6 +213,7 @@ def mixture(tmp_path_factory):
     return kept[0]
 
 
+@pytest.mark.slow
 def test_experts_of_an_engine_that_routes_otherwise(mixture, group):
     """Each token goes to the experts after those that the trainer's routers take."""
     del mixture.trainer  # which takes them, by the flags
@@ -239,6 +240,7 @@ def test_experts_of_an_engine_that_routes_otherwise(mixture, group):
     assert report.gap.mean > 0.01
 
 
+@pytest.mark.slow
 def test_merged_adapters_in_bfloat16(step, group):
     """Weights of the engine: W + dW, rounded. The kernels of a row alone leave about as much in bfloat16 as that
     rounding."""
