@@ -57,8 +57,9 @@ frozen = 0
 
 
 def pytest_collection_finish():
+    """Later collections need not look through what there is now: imports make millions of objects that stay."""
     global frozen
-    gc.freeze()  # a collection need not look through what the imports made
+    gc.freeze()
     frozen = len(sys.modules)
 
 
@@ -81,6 +82,8 @@ def _one_fork_server(request, tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def _restored_by_file(request):
     """Fixtures of a file may patch something until its end."""
+    gc.collect()  # else what is garbage now stays for ever
+    pytest_collection_finish()
     with all_restored(f"a fixture of {request.node.name}"):
         yield
 

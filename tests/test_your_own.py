@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from data import toy
-from tests.common import ROOT, SMALL, checkpoint_state, fork, metrics, ran
+from tests.common import ROOT, SMALL, checkpoint_state, fork, metrics, ran, with_slow
 from tools.paper import changed_lines
 
 DOC = ROOT / "docs/your_own.md"
@@ -108,7 +108,7 @@ def test_six_edits_run_together(scripts, tmp_path):
     assert any("momentum_buffer" in name for name in str(state).split("'"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", with_slow([1, 2], 2))
 def test_a_copy_that_trains_rows_of_older_weights_again(tmp_path, ranks):
     """Half of each step are the rows of the step before. On two ranks they are of other widths than the other rank's.
     What compares engine and trainer looks at the new ones only, and accuses nobody."""

@@ -41,10 +41,10 @@ SCRIPTS = ("grpo", "ppo", "remax", "dapo")
 MOST_LINES = 80  # changed by a diff, see `changed_lines`
 METRIC = "val/toy/arithmetic/mean@1"
 SMALL = (
-    *("--config", "data/toy/preset.yaml", "--train-files", "data/toy/val.jsonl"),
+    *("--config", "data/toy/preset.yaml", "--train-files", "data/toy/val.jsonl", "--max-train-samples", "64"),
     *("--lr", "1e-5"),  # Adam's first step is lr x sign: a larger one makes of two ranks' rounding other samples
     *("--prompts-per-step", "8", "--group-size", "4", "--save-every", "1", "--keep-checkpoints", "0"),
-    *("--val-every", "0", "--no-val-before-train", "--no-export-model"),
+    *("--no-val-before-train", "--no-export-model"),
 )
 OF_RANKS = ("perf/", "timing_", "rollout/imbalance", "training/micro_batches")  # metrics that depend on the ranks
 
@@ -241,24 +241,28 @@ def check_text(name: str, script: Path) -> None:
             raise InputError(f"{script.name}, ruff {' '.join(command)}: {done.stdout}{done.stderr}")
 
 
-def check_runs(name: str, folder: Path, run: Callable[..., Any]) -> None:
-    """Two steps, replayed, resumed after the first, and on two ranks. run(flags, ranks=1) runs the method's script."""
+def check_runs(name: str, folder: Path, run: Callable[..., Any], resume_samples: bool = True) -> None:
+    """Two steps; the second again, by a resume with a replay and, with resume_samples, by one that samples; both on two
+    ranks. run(flags, ranks=1) runs the method's script."""
     commands = commands_of(name)
     if commands.check is None:
         spawn(["bash", "-ec", commands.prepare], folder)
-    flags = [*SMALL, *(commands.method if commands.check is None else commands.check), "--total-steps", "2"]
+    flags = [*SMALL, *(commands.method if commands.check is None else commands.check)]
+    flags += ["--total-steps", "2", "--val-every", "0"]
     flags = [str(folder / word) if (folder / word).exists() else word for word in flags]
     flags += ["--output-dir", str(folder)]
     run([*flags, "--run-name", "whole", "--record", str(folder / "kept")])
-    run([*flags, "--run-name", "replay", "--replay", str(folder / "kept")])
-    run([*flags, "--run-name", "resume", "--resume", str(folder / "whole/checkpoints/step_000001")])
-    run([*flags, "--run-name", "ranks"], ranks=2)
+    run([*flags, "--run-name", "ranks", "--save-every", "0"], ranks=2)
     whole = metrics(folder / "whole")
-    compare(f"{name}: a replay", whole, metrics(folder / "replay"), 0)
-    compare(f"{name}: a resume", whole[1:], metrics(folder / "resume"), 0)
     compare(f"{name}: two ranks", whole, metrics(folder / "ranks"), 1e-3)  # sums in another order
-    if saved_state(folder / "whole") != saved_state(folder / "resume"):
-        raise InputError(f"{name}: a resume after step 1 ends with another checkpoint")
+    flags += ["--resume", str(folder / "whole/checkpoints/step_000001")]
+    replay = ["--replay", str(folder / "kept"), "--resume-override", "replay"]
+    for what, more in {"replay": replay, "resume": []}.items():
+        if more or resume_samples:
+            run([*flags, "--run-name", what, *more])
+            compare(f"{name}: a {what} after step 1", whole[1:], metrics(folder / what), 0)
+            if saved_state(folder / "whole") != saved_state(folder / what):
+                raise InputError(f"{name}: a {what} after step 1 ends with another checkpoint")
 
 
 def compare(what: str, rows: list[dict], others: list[dict], tolerance: float) -> None:

@@ -49,7 +49,8 @@ def main(options: Options) -> int:
         with redirect_stdout(sys.stderr):  # the summary is the first that standard output has
             import_parts(parts)  # once for all
     report = Report(options)
-    before = {s: signal.signal(s, interrupted) for s in SIGNALS}
+    signals, handler = os.pipe()  # what a handler raises in a destructor would be lost
+    before = {s: signal.signal(s, lambda number, _: os.write(handler, bytes([number]))) for s in SIGNALS}
     try:
         for part in parts:
             began = time.monotonic()
@@ -60,7 +61,7 @@ def main(options: Options) -> int:
                 rows.append(skipped(part, f"not run: the {DEADLINE_S} s of the whole check are over"))
             else:
                 try:
-                    for r in part_in_a_process(part, options, left, method, report.log):
+                    for r in part_in_a_process(part, options, left, method, report.log, signals):
                         rows.append(r)
                         report.write()  # what there is, if this or the next part takes the machine with it
                 except Exception as error:  # noqa: BLE001  such as a machine that starts no more processes
@@ -71,15 +72,11 @@ def main(options: Options) -> int:
     for s in SIGNALS:
         signal.signal(s, signal.SIG_IGN)  # one more would cut the report
     report.finish()
-    for s, handler in before.items():
-        signal.signal(s, handler)
+    for s, of_s in before.items():
+        signal.signal(s, of_s)
+    os.close(signals)
+    os.close(handler)
     return 130 if report.interrupted else 1 if report.failed else 0
-
-
-def interrupted(number: int, _) -> None:
-    for s in SIGNALS:
-        signal.signal(s, signal.SIG_IGN)
-    raise Interrupted(signal.Signals(number).name)
 
 
 # ---- how parts start -----------------------------------------------------------------------------
@@ -144,7 +141,6 @@ def run_part(name: str, options: Options, results: Connection, log: Path) -> Non
     os.setpgid(0, 0)  # so that what it starts ends with it
     for s in SIGNALS:
         signal.signal(s, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         silence(log)
         faulthandler.enable()
@@ -156,19 +152,20 @@ def run_part(name: str, options: Options, results: Connection, log: Path) -> Non
     results.send(None)
 
 
-def part_in_a_process(name: str, options: Options, seconds: float, start_method: str, log: Path) -> Iterator[dict]:
+def part_in_a_process(
+    name: str, options: Options, seconds: float, start_method: str, log: Path, signals: int
+) -> Iterator[dict]:
+    """The rows of a part. signals: a pipe with the number of one that ends the check."""
     context = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=run_part, args=(name, options, theirs, log))
     logged, deadline = size_of(log), time.monotonic() + seconds
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what is raised in a fork is lost, and leaves locks taken
     try:
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        process.start()
         theirs.close()
-        while ready := wait([ours, process.sentinel], max(0.0, deadline - time.monotonic())):
+        while ready := wait([ours, process.sentinel, signals], max(0.0, deadline - time.monotonic())):
+            if signals in ready:
+                raise Interrupted(signal.Signals(os.read(signals, 1)[0]).name)
             if ours not in ready:  # a child of the part that lives on has the other end, too
                 raise EOFError
             if (r := ours.recv()) is None:

@@ -1,7 +1,6 @@
 """Plants a bug in a function, and runs a script in this process to see which of its own checks finds it."""
 
 import contextlib
-import gc
 import importlib
 import inspect
 import io
@@ -102,7 +101,6 @@ def run(script: str, folder: Path, *flags: str, stop: bool = True) -> Outcome:
         os.environ.update(before)
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()
     return Outcome(step, found, rows, printed.getvalue())
 
 

@@ -1,25 +1,35 @@
 """Every method of papers/: its diff applies and is short, and its script runs, replays, resumes and runs on two ranks.
 What a method computes is tested in a file of its own."""
 
+import re
 import shlex
 import subprocess
 
 import pytest
 
 from lib import InputError
-from tests.common import ROOT, fork, ran
+from tests.common import ROOT, fork, ran, with_slow
 from tools import paper
 
 
+@pytest.mark.parametrize("resume_samples", with_slow([False, True], True), ids=["", "sampling after a resume"])
 @pytest.mark.parametrize("name", paper.names())
-def test_a_method_runs_replays_and_resumes_on_any_number_of_ranks(tmp_path, name):
+def test_a_method_runs_replays_and_resumes_on_any_number_of_ranks(tmp_path, name, resume_samples, monkeypatch):
+    """Sampling after a resume is that of the base scripts, which tests/scripts/test_scripts.py has."""
     script = paper.workplace(name, tmp_path)
     paper.check_text(name, script)
 
     def run(flags, ranks=1):
         ran(fork(str(script.with_suffix("")), tmp_path, *flags, ranks=ranks, preset=[]))
 
-    paper.check_runs(name, tmp_path, run)
+    def prepare(command, folder):  # the page's Python, in this process: another would import torch first
+        subprocess.run([*command[:-2], "-n", "-c", command[-1]], check=True)
+        for program in re.findall(r"<<'END_OF_FILE'[^\n]*\n(.*?)END_OF_FILE", command[-1], re.S):
+            exec(program, {})
+
+    monkeypatch.setattr(paper, "spawn", prepare)
+    monkeypatch.chdir(tmp_path)
+    paper.check_runs(name, tmp_path, run, resume_samples)
 
 
 @pytest.mark.slow

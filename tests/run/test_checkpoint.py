@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 from concurrent.futures import Future
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -180,11 +181,17 @@ def _resumed_run(world: World, folder: Path, step: int) -> None:
     assert same(run.snapshot(), final)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", with_slow([1, 2], 1))
 def test_resume_is_bit_for_bit(size, tmp_path):
-    """Also from before the first step, where Adam's counters must not be 1 ahead."""
+    """Also from before the first step, where Adam's counters must not be 1 ahead. Ranks have their own random states."""
     run_ranks(size, _straight_run, tmp_path)
     run_ranks(size, lambda world: [_resumed_run(world, tmp_path, step) for step in (3, 0)])  # in fresh processes
+    states = [torch.load(file, weights_only=True) for file in (tmp_path / "step_000003").glob("rng_*.pt")]
+    for first, second in combinations(states, 2):
+        assert not torch.equal(first["torch"], second["torch"])
+        assert not torch.equal(first["numpy"][0], second["numpy"][0])
+        assert not torch.equal(first["python"][1], second["python"][1])
+    assert len(states) == size
 
 
 def test_rates_are_those_of_now_at_the_place_in_the_schedule_that_was_saved(tmp_path):
@@ -204,25 +211,12 @@ def test_rates_are_those_of_now_at_the_place_in_the_schedule_that_was_saved(tmp_
     run_ranks(1, check, tmp_path)
 
 
-def test_ranks_have_their_own_random_states(tmp_path):
-    def save(world, folder):
-        Trainer(world).save(folder, 1).result()
-
-    run_ranks(2, save, tmp_path)
-    first, second = (torch.load(tmp_path / f"step_000001/rng_0000{r}.pt", weights_only=True) for r in (0, 1))
-    assert not torch.equal(first["torch"], second["torch"])
-    assert not torch.equal(first["numpy"][0], second["numpy"][0])
-    assert not torch.equal(first["python"][1], second["python"][1])
-
-
 def test_one_process_saves_and_loads_without_collectives_of_dcp(tmp_path):
     """In torch 2.11 the gather of a single process's group does nothing, and DCP unpickles what it left unset."""
 
     def save_and_load(world, folder):
         dist.gather_object = dist.scatter_object_list = lambda *_, **__: pytest.fail("a collective")
-        trainer = Trainer(world)
-        trainer.steps(0, 1)
-        trainer.load(trainer.save(folder, 1).result())
+        load_checkpoint(_save_small(folder, 1), models={"m": (torch.nn.Linear(4, 4), None)}, schedulers={})
 
     run_ranks(1, save_and_load, tmp_path)
 
@@ -241,7 +235,7 @@ def test_the_writing_thread_has_the_gpu_of_its_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "device_setter", lambda: lambda: begun.append(threading.current_thread().name))
 
     def save(world, folder):
-        Trainer(world).save(folder, 1).result()
+        _save_small(folder, 1)
         return begun
 
     [[thread]] = run_ranks(1, save, tmp_path)
@@ -306,11 +300,10 @@ def test_parameters_without_gradient_have_no_optimizer_state(saved_with_both, tm
 
 def test_another_script_is_refused(tmp_path):
     def check(world, folder):
-        run = Trainer(world)
-        path = run.save(folder, 3).result()
-        actor = {"actor": run.models["actor"]}
+        models = {name: (torch.nn.Linear(4, 4), None) for name in ("actor", "critic")}
+        path = save_checkpoint(folder, 3, models=models, schedulers={}, trainer_state={}, keep=0).result()
         with pytest.raises(InputError, match="'critic'"):
-            load_checkpoint(path, models=actor, schedulers={"actor": run.schedulers["actor"]})
+            load_checkpoint(path, models={"actor": models["actor"]}, schedulers={})
 
     run_ranks(1, check, tmp_path)
 
@@ -401,14 +394,11 @@ def test_training_goes_on_while_a_checkpoint_of_the_moment_is_written(size, tmp_
 TOO_LARGE = {"rng_": 5_000, "distcp": 40_000, "batch_": 200_000}  # at this limit of a file's bytes
 
 
-@pytest.mark.parametrize("what", TOO_LARGE)
-def test_a_save_that_finds_no_room_is_named_on_every_rank_and_leaves_nothing(what, tmp_path):
+def test_a_save_that_finds_no_room_is_named_on_every_rank_and_leaves_nothing(tmp_path):
     """The last rank (for batches: the first) may not write files above the limit, which looks like a full disk."""
 
-    def check(world, folder):
-        run = Trainer(world)
+    def check(world, run, what, folder):
         run.save(folder, 1).result()
-        run.steps(0, 1)
         unlimited, failing = resource.getrlimit(resource.RLIMIT_FSIZE), 0 if what == "batch_" else world.size - 1
         if world.rank == failing:
             resource.setrlimit(resource.RLIMIT_FSIZE, (TOO_LARGE[what], unlimited[1]))
@@ -429,7 +419,13 @@ def test_a_save_that_finds_no_room_is_named_on_every_rank_and_leaves_nothing(wha
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         assert run.save(folder, 2, keep=1).result() == newest_complete(folder)
 
-    run_ranks(2, check, tmp_path)
+    def check_each(world):
+        run = Trainer(world)
+        run.steps(0, 1)
+        for what in TOO_LARGE:
+            check(world, run, what, tmp_path / what)
+
+    run_ranks(2, check_each)
 
 
 # ---- batches -------------------------------------------------------------------------------------

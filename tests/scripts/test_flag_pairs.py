@@ -604,7 +604,8 @@ ON_TWO_RANKS = {  # cases of each script
         "--loss kl_cov --loss-kwargs:cov_ratio 0.1 --adv-estimator rloo --kl-coef 0.1 --kl-placement reward "
         "--kl-target 0.5",
         "--adv-estimator reinforce_plus_plus --rollout-correction.reject seq_mean_k1=0.8,1.25 --entropy-target 4",
-        "--loss-agg-mode seq-mean-token-sum-norm --token-masks:m2po 0.06 --top-p 0.8 --entropy-coef 0.05",
+        "--loss-agg-mode seq-mean-token-sum-norm --token-masks:m2po 0.06 --top-p 0.8 --entropy-coef 0.05 "
+        "--adv-estimator grpo_batch_std",
     ),
     "dapo": (
         "--num-mini-batches 1 --overlong-filtering GIVEN --kl-coef 0.1",
