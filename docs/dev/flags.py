@@ -1,4 +1,4 @@
-"""`python -m lib.args` writes the end of docs/defaults.md: which flags and columns a run reads, from the code."""
+"""`python -m docs.dev.flags` writes the end of docs/defaults.md: which flags and columns a run reads, from the code."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ A flag on the command line that nothing reads ends the start with an error if it
 Other such flags are named in a line at the start, "no effect here", and in `config.json` under `no_effect`.
 
 The table is [`TABLE: tuple`](../lib/args/reads.py). A new flag is a name in one of its rows; a flag of a script of your
-own need not be there. `python -m lib.args` writes this section.
+own need not be there. `python -m docs.dev.flags` writes this section.
 
 | choice | flags that act on it | [columns](columns.md) that it reads |
 |---|---|---|
