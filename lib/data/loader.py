@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lib import InputError
 from lib.columns import COLUMNS
@@ -188,7 +188,7 @@ class _StepSampler:
         return rows[self._orders[s][1][i]]
 
 
-class _SeededRows:
+class _SeededRows(Dataset):
     """What the data set draws for a row depends on the seed and on the row's place in the stream."""
 
     def __init__(self, dataset: PromptDataset, seed: int):
@@ -207,6 +207,8 @@ class PromptLoader(DataLoader):
     """See make_loader. `position`: rows of the stream that were handed out, over all ranks, without those that workers
     only prepared. The state fits any number of ranks and workers."""
 
+    batch_sampler: _StepSampler
+
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
         # Its own generator: the global one, which gives worker seeds otherwise, differs after a resume.
         generator = torch.Generator().manual_seed(sampler.seed)
@@ -215,7 +217,7 @@ class PromptLoader(DataLoader):
         super().__init__(rows, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate, generator=generator)
         self.position = 0
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[dict]:  # type: ignore[override]  # on from `position`
         sampler = self.batch_sampler
         sampler.start = self.position
         for batch in super().__iter__():
