@@ -129,8 +129,9 @@ def exchange_groups(batch: DataProto, plan: Plan) -> DataProto:
     if len(plan) > 1:
         batch = equal_widths(batch)
         device, meta_info = batch.batch["input_ids"].device, batch.meta_info
+        columns = DataProto(batch.batch, batch.non_tensor_batch)
         to_rank = np.array([rank_of[uid] for uid in batch.non_tensor_batch["uid"]])
-        parts = all_to_all_objects([batch[to_rank == rank] for rank in range(len(plan))])
+        parts = all_to_all_objects([columns[to_rank == rank] for rank in range(len(plan))])
         batch = DataProto.concat([part.to(device) for part in parts])
         batch.meta_info, rows = dict(meta_info), rows_by_uid(batch)
     order = [row for uid in own for row in rows.get(uid, ())]

@@ -117,7 +117,7 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
         step, changes = saved_step(checkpoint), run_config.code_changes(checkpoint, code)
         if changes:
             first = "\n".join(changes.splitlines()[:MOST_LINES])
-            print(f"the code has changed since {checkpoint} (whole in changes.patch):\n{first}", flush=True)
+            print(f"the code has changed since {checkpoint}:\n{first}", flush=True)
         changed = run_config.compare(checkpoint, run.config, args, overrides)
     if args.run.replay:
         run_config.compare_recording(Path(args.run.replay), run.config, args)
