@@ -174,7 +174,8 @@ class Vision:
         try:
             image = Image.open(io.BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
             if image.mode in ("I", "F"):
-                raise InputError(f"{where}: its pixels are 32-bit, of no known range; save it with 8 or 16 bits")
+                kind = "integers" if image.mode == "I" else "floats"
+                raise InputError(f"{where}: its pixels are 32-bit {kind}, of no known range; save it with 8 or 16 bits")
             image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I;16"):  # convert("RGB") would make all above 255 white
                 image = image.convert("I").point(lambda x: x / 257).convert("L")
