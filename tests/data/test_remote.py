@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-from concurrent.futures import wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,32 +154,6 @@ def test_a_missing_package_is_named(cache, url, message):
     with pytest.raises(InputError, match=message) as error:
         remote.local_copy(url)
     assert "\n" not in str(error.value)
-
-
-def test_a_slow_copy_is_no_stalled_one(shop, monkeypatch):
-    """At each look of the waiting rank, 180 s after the one before, the file has grown."""
-    look, grown, looks = threading.Semaphore(0), threading.Semaphore(0), []
-    starts = range(0, len(ROWS), 10_000)
-
-    def get_file(self, rpath, lpath, **_):
-        with open(lpath, "wb", buffering=0) as file:
-            for start in starts:
-                look.acquire()
-                file.write(ROWS[start : start + 10_000])
-                grown.release()
-
-    def looking(futures, timeout):
-        looks.append(timeout)
-        if not 1 < len(looks) <= 1 + len(starts):  # the first is for the answer about the file
-            return wait(futures, timeout)
-        look.release()
-        assert grown.acquire(timeout=60)
-        return SimpleNamespace(done=set())
-
-    monkeypatch.setattr(shop, "get_file", get_file)
-    monkeypatch.setattr(remote, "wait", looking)
-    assert in_a_new_process("shop://b/rows/train.jsonl").read_bytes() == ROWS
-    assert len(looks) == len(starts) + 2
 
 
 def test_a_copy_that_was_killed_in_the_middle_is_made_anew(shop, cache, monkeypatch):
