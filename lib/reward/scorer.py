@@ -126,7 +126,7 @@ def load_scorers(specs: Sequence[str], datasets: list, kwargs=None, weights: Seq
     InputError for a scorer that cannot run here."""
     kwargs, weights = kwargs or {}, weights or [1.0] * len(specs)
     scorers = []
-    for spec, weight in zip(specs, weights):
+    for spec, weight in zip(specs, weights, strict=True):
         if spec == BY_DATA_SOURCE:
             modules, own = _modules_for(datasets), _kwargs_of(spec, kwargs)
             if SANDBOXED.intersection(modules) and "sandbox_url" not in own:

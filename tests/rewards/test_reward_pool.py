@@ -1121,7 +1121,6 @@ def test_scorers_of_this_project_by_data_source(workers):
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "factor=): got an unexpected keyword argument 'factor'"),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
-        (["{file}:slowly"], {"weights": (1, 2)}, "--reward-weights has 2 numbers for the 1 scorers of --reward"),
         (["data_source"], {}, "no scorer for data_source 'unheard/of': give --reward path/to/file.py:function, or add"),
         (
             ["{file}:of_trl"],
