@@ -36,19 +36,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-
-
-@dataclass
-class Group:
-    """Flags without a prefix. `check` raises InputError for values that make no sense."""
-
-    def __init_subclass__(cls):
-        configure(OmitArgPrefixes)(cls)
-
-    def check(self) -> None:
-        pass
-
-
 OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # {page of docs/: {name there: flag here}}
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "plan", "config", "script", "contents"}
@@ -63,6 +50,17 @@ RANGES: dict[type, tuple[Callable, str]] = {
     Le: (operator.le, "at most"),
     Lt: (operator.lt, "below"),
 }
+
+
+@dataclass
+class Group:
+    """Flags without a prefix. `check` raises InputError for values that make no sense."""
+
+    def __init_subclass__(cls):
+        configure(OmitArgPrefixes)(cls)
+
+    def check(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
