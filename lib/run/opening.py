@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,19 @@ def default_name(script: str, seed: int) -> str:
 
 
 def _lock(folder: Path, flag: str, locks: ExitStack) -> None:
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = locks.enter_context(take_lock(folder, flag))
     locks.callback(lock.truncate, 0)  # before it is closed
+    locks.callback(_remove_unused, made)
+
+
+def _remove_unused(made: list[Path]) -> None:
+    """Removes the folders that a refused start has made: nothing but the lock is in them."""
+    if made and [path.name for path in made[0].iterdir()] == [LOCK]:
+        (made[0] / LOCK).unlink()
+        with suppress(OSError):  # another run has begun beside it
+            for path in made:
+                path.rmdir()
 
 
 def _claim_recording(recording: Path, folder: Path, resume: str, locks: ExitStack) -> None:
