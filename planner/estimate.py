@@ -9,10 +9,11 @@ import torch
 
 import planner
 from lib import InputError
-from lib.args import ScriptArgs, least_micro_batch, step_sizes, training_ranks
+from lib.args import ScriptArgs, step_sizes, training_ranks
+from lib.args.checks import least_micro_batch
 from lib.columns import COLUMNS, TABLE
 from lib.distributed import ESTIMATED, accelerator, device_name, total_memory
-from lib.log.throughput import PEAK_TFLOPS, peak_tflops
+from lib.log.metrics import PEAK_TFLOPS, peak_tflops
 from lib.model.load import config_of
 from lib.setup import get_compute_dtype, read_columns, rollout_correction
 from planner.fake_gpu import register_fake_gpu

@@ -302,7 +302,7 @@ def test_the_code_in_the_readme_is_that_of_grpo():
 
 
 def test_tables_of_algorithms_are_complete():
-    from lib.args import settings
+    from lib.args import groups
     from lib.core_algos import LOSS_AGG_MODES
     from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, TOKEN_MASKS
 
@@ -310,7 +310,7 @@ def test_tables_of_algorithms_are_complete():
         "Advantages": ADV_ESTIMATORS,
         "Policy losses": POLICY_LOSSES,
         "Aggregation": LOSS_AGG_MODES,
-        "KL to the start model": get_args(settings.KLEstimator),
+        "KL to the start model": get_args(groups.KLEstimator),
         "Token masks": TOKEN_MASKS,
         "Groups with equal scores": choices("dapo", "zero_variance"),
         "Rollout correction": CRITERIA,

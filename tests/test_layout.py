@@ -24,7 +24,7 @@ ORDER += [
 ORDER += ["sampling", "cli", "manifest", "seeds"]
 """a room imports those behind it"""
 WINGS = ("agent", "servers", "planner")
-ABOVE = ("rewards", "tools", "data", "benchmarks", "tests")  # lib names scorers as text: lib/reward/scorers.py
+ABOVE = ("rewards", "tools", "data", "benchmarks", "tests")  # lib names scorers as text: lib/reward/scorer.py
 PRIVATE = {
     "torch.testing._internal.distributed.fake_pg": "lib/distributed/device.py",
     "torch.distributed._functional_collectives.all_to_all_single_autograd": "lib/distributed/collectives.py",

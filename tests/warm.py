@@ -21,7 +21,7 @@ import grpo
 import ppo
 import remax
 from lib.log import tracking
-from lib.run import provenance
+from lib.run import opening
 from tests.common import parse_flags
 from tests.parsers import by_fields, keep_parsers
 
@@ -38,8 +38,8 @@ with tempfile.TemporaryDirectory() as folder:
     metrics.write_text(json.dumps({"step": 1, "reward/mean": 0.0, "response_length/mean": 1.0}) + "\n")
     tracking.plot_curve(metrics, Path(folder, "curve.png"), "fonts")
 
-packages = [SimpleNamespace(name=package.name, version=package.version) for package in provenance.distributions()]
-provenance.distributions = lambda: packages  # a third of a short run's seconds
+packages = [SimpleNamespace(name=package.name, version=package.version) for package in opening.distributions()]
+opening.distributions = lambda: packages  # a third of a short run's seconds
 importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # vLLM reads those of all packages an engine
 
 

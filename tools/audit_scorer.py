@@ -48,10 +48,9 @@ from lib.args.data import columns_of
 from lib.cli.flags import parse_json
 from lib.data.dataset import data_sources_of
 from lib.data.remote import local_copy
-from lib.data.row_form import RowForm
-from lib.data.rows import read_rows
+from lib.data.rows import RowForm, read_rows
 from lib.reward.pool import Pool
-from lib.reward.scorers import Scorer, check_keywords, load_scorers
+from lib.reward.scorer import Scorer, check_keywords, load_scorers
 from lib.sandbox import accept
 
 FORMS = (

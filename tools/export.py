@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from lib import InputError
 from lib.cli.flags import as_flag
 from lib.cli.process import command_line
-from lib.data import set_chat_template
+from lib.data.chat_template import set_chat_template
 from lib.distributed import merged_weight, saved_buffers
 from lib.log.disk import free_space
 from lib.model import add_lora, load_model, load_processor, load_tokenizer

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lib import InputError, setup
-from lib.args import settings as names
+from lib.args import groups as names
 from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
 from lib.columns import COLUMNS

@@ -15,7 +15,7 @@ from agent.http.token_tree import Answer, TokenTree
 from agent.multi_turn import MultiTurn, assistant_message, glue
 from agent.request import without_calls
 from agent.tools.base import ToolCall
-from lib.data.special_tokens import start_of_text
+from lib.data.chat_template import start_of_text
 from lib.rollout import Generated
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lib.data.row_form import arguments_of
+from lib.data.rows import arguments_of
 from lib.rollout import Generated, Sampling
 
 MODEL = "policy"

@@ -1,18 +1,19 @@
-"""Checks of flags against each other, and of the models and files that they name."""
+"""The batch sizes of a step, and the ranks that train. Checks of flags against each other, and of the models and files
+that they name."""
 
 import importlib.util
 import os
 import re
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lib import InputError, is_first_on_node, node_begins
+from lib import InputError, is_first_on_node, launched_ranks, node_begins
 from lib.args.groups import PACKED
 from lib.args.reads import Reads, check_read
 from lib.args.run import StopWhen
 from lib.args.script import ScriptArgs
-from lib.args.sizes import step_sizes, training_ranks
 from lib.cli.flags import as_flag
 
 HUB_ANSWER_S = 5.0
@@ -20,6 +21,75 @@ BY_STD = ("grpo_passk", "gigpo", "mt_grpo")  # unless --adv-kwargs norm_adv_by_s
 GIVE_NO_REWARD = {"calculator", "python", "zoom", "bash", "search", "mcp"}  # to a call: kinds of --multi-turn.tools
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>\w+))?")
 URL = re.compile(r"[a-z][a-z0-9+.-]*://.")  # s3://bucket/model: lib/data/remote.py copies what is there
+
+
+@dataclass
+class Sizes:
+    """The batch sizes of a step. Those named local_ are per rank."""
+
+    group_size: int
+    num_mini_batches: int
+    update_epochs: int
+    local_prompts: int
+    local_rows: int
+    local_mini_batch_rows: int
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.num_mini_batches * self.update_epochs
+
+
+def training_ranks(args: ScriptArgs) -> int:
+    """The ranks that train, of this job or of the one that --dry-run asks about. Raises InputError if there is none."""
+    ranks, engines = args.run.dry_run or launched_ranks(), args.rollout.rollout_gpus
+    if engines and ranks == 1 and not args.run.dry_run:
+        why = "this is one process, and it trains: start several by accelerate launch (docs/scaling.md)"
+        raise InputError(f"--rollout-gpus {engines}: {why}")
+    if engines >= ranks:
+        raise InputError(f"--rollout-gpus {engines}: of {ranks} ranks at least one must train: at most {ranks - 1}")
+    return ranks - engines
+
+
+def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
+    """The batch sizes of a step. Raises InputError, with the formula and its numbers, where they do not fit."""
+    prompts, parts = args.prompts_per_step, world_size * args.num_mini_batches
+    if not args.validation.val_only and prompts % parts:
+        raise InputError(
+            "prompts_per_step / (ranks x num_mini_batches) must be a whole number: "
+            f"{prompts} / ({world_size} x {args.num_mini_batches}) = {prompts / parts:g}"
+        )
+    for name, size in args.shard.parallel_sizes().items():
+        if world_size % size:
+            raise InputError(f"{as_flag(name)} {size}: must divide the number of ranks, {world_size}")
+    P, T = args.data.max_prompt_length, args.rollout.max_response_length
+    ranks, tokens = args.shard.sequence_parallel_size, args.optimizer.micro_batch_tokens
+    if tokens != "auto" and ranks * tokens < P + T:
+        raise InputError(
+            "sequence_parallel_size x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
+            f"{ranks} x {tokens} < {P} + {T}"
+        )
+    local_prompts = prompts // world_size
+    local_rows = local_prompts * args.group_size
+    mini_batch_rows = local_rows // args.num_mini_batches
+    return Sizes(args.group_size, args.num_mini_batches, args.update_epochs, local_prompts, local_rows, mini_batch_rows)
+
+
+def least_micro_batch(args: ScriptArgs) -> int:
+    """The tokens that --micro-batch-tokens auto is at least: it holds one row."""
+    row = args.data.max_prompt_length + args.rollout.max_response_length
+    return max(16384, -(-row // args.shard.sequence_parallel_size))
+
+
+def engine_rows(args: ScriptArgs, ranks: int) -> int:
+    """The rows that a vLLM engine samples at a time (max_num_seqs): what it has of a step, from 256 to 1024. Each takes
+    counts of the whole vocabulary: 0.6 GiB for 1024 rows of 152k tokens. ranks: those that train."""
+    rollout = args.rollout
+    engines = max(1, (rollout.rollout_gpus or ranks) // rollout.rollout_tensor_parallel_size)
+    rows = args.prompts_per_step * args.group_size * (1 + rollout.async_level) // engines
+    return min(max(256, rows), 1024)
+
+
+# ---- checks ------------------------------------------------------------------------------------
 
 
 def check_common_flags(args: ScriptArgs) -> None:
@@ -30,7 +100,10 @@ def check_common_flags(args: ScriptArgs) -> None:
     _check_engine_ranks(args, world_size)
     _check_models_and_files(args)
     _check_sampling(args)
-    _check_agent(args)
+    if args.rollout.agent and args.multi_turn.enabled:
+        name = "tools" if args.multi_turn.tools else "interaction"
+        why = "an agent has its own tools and decides when its episode ends"
+        raise InputError(f"--agent with --multi-turn.{name}: {why}: drop one")
     _check_context(args)
     _ = args.loss_settings, args.mask_settings  # raises InputError for a wrong --loss-kwargs or --token-masks
     _check_groups(args)
@@ -45,13 +118,6 @@ def check_common_flags(args: ScriptArgs) -> None:
     if not (args.reward.reward or args.reward.reward_model or of_episodes):
         raise InputError("--reward without a scorer: name one, or a --reward-model")
     check_read(args)
-
-
-def _check_agent(args: ScriptArgs) -> None:
-    if args.rollout.agent and args.multi_turn.enabled:
-        name = "tools" if args.multi_turn.tools else "interaction"
-        why = "an agent has its own tools and decides when its episode ends"
-        raise InputError(f"--agent with --multi-turn.{name}: {why}: drop one")
 
 
 def _check_context(args: ScriptArgs) -> None:
@@ -162,7 +228,6 @@ def _check_groups(args: ScriptArgs) -> None:
 
 
 def _check_turns(args: ScriptArgs) -> None:
-    """Of estimators that credit single turns."""
     flag, turns = f"--adv-estimator {args.adv_estimator}", args.multi_turn
     plays_agent = args.adv_estimator == "mt_grpo" and args.rollout.agent  # which may reward its answers
     if not (turns.enabled or plays_agent):

@@ -37,7 +37,7 @@ class VisionLimits:
 
 
 class PromptSampling(NamedTuple):
-    """--prompt-sampling: a rule and its numbers (lib/data/difficulty.py)."""
+    """--prompt-sampling: a rule and its numbers (Difficulty in lib/data/loader.py)."""
 
     rule: str
     skip_after: Annotated[int, Ge(1)] = 3

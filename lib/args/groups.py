@@ -1,23 +1,32 @@
 """The groups of flags that all scripts share: model, ranks, rollouts, rewards, optimizer. Each group checks itself, and
-a function of lib takes those it needs. data.py and run.py have the others."""
+a function of lib takes those it needs. data.py and run.py have the others. Settings are flags with a prefix, such as
+--multi-turn.tools calculator."""
 
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 
 from lib import InputError
-from lib.args.settings import SECONDS
 from lib.cli.flags import SWITCH, Group, Names, OnReplay, OnResume, parse_json, with_line_breaks
 from lib.cli.user_code import load_object
+from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, Bounds, parsed
 from lib.sampling import Sampling, Truncation
-from lib.words import from_words
+from lib.words import from_words, read_words
 
 MAY_CHANGE, AS_RECORDED, FILES = OnResume.MAY_CHANGE, OnReplay.AS_RECORDED, Names.FILES
 PACKED = ("auto", "packed_sdpa", "varlen")  # attention that packs rows and shares prompts
 Offloaded = Literal["actor", "critic", "ref", "reward_model", "optimizer", "activations"]
+if TYPE_CHECKING:
+    AdvEstimator = str
+    PolicyLoss = str
+else:
+    AdvEstimator = Literal[*ADV_ESTIMATORS]
+    PolicyLoss = Literal[*POLICY_LOSSES]
+AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "k1_unbiased", "k2_unbiased", "k3_unbiased"]
 
 
 @dataclass
@@ -123,7 +132,7 @@ class ShardArgs(Group):
 class AgentLimits:
     """The words of --agent-kwargs."""
 
-    timeout: Annotated[float, SECONDS] = 600.0
+    timeout: Annotated[float, Gt(0)] = 600.0
     memory: Annotated[int | None, Ge(1)] = None  # no limit
     ignore: tuple[str, ...] = ()
 
@@ -215,7 +224,6 @@ class RolloutArgs(Group):
 
     @property
     def engine_args(self) -> dict[str, Any]:
-        """The EngineArgs of --vllm-kwargs."""
         settings = parse_json("vllm_kwargs", self.vllm_kwargs)
         return {name: value for name, value in settings.items() if name != "batch_invariant"}
 
@@ -226,17 +234,14 @@ class RolloutArgs(Group):
 
     @property
     def quantization(self) -> str | None:
-        """What --vllm-kwargs says about it."""
         return self.engine_args.get("quantization")
 
     @property
     def mismatch_limit(self) -> float:
-        """max_mismatch, or its default."""
         return self.max_mismatch or (0.1 if self.quantization else math.inf)
 
     @property
     def gpu_share(self) -> float:
-        """gpu_memory_utilization, or its default."""
         return self.gpu_memory_utilization or (0.9 if self.rollout_gpus else 0.4)
 
 
@@ -254,7 +259,7 @@ class RewardArgs(Group):
     """scorers, as --reward, that are logged (shadow/<name>/...) and never trained on"""
     reward_workers: Annotated[int, Interval(ge=0, le=1024), MAY_CHANGE] = 2
     """worker processes per rank; 0: score in the training process, for breakpoint()"""
-    reward_timeout: Annotated[float, SECONDS, MAY_CHANGE] = 30.0
+    reward_timeout: Annotated[float, Gt(0), MAY_CHANGE] = 30.0
     """timeout of a scorer for one response, in seconds"""
     reward_memory: Annotated[int, Ge(1), MAY_CHANGE] = 2048
     """memory limit of a scorer in MiB, beyond the memory of its imports"""
@@ -301,6 +306,76 @@ class OptimizerArgs(Group):
     def micro_batch_limit(self) -> int:
         """micro_batch_tokens, or what auto stands for."""
         return self.auto_tokens if self.micro_batch_tokens == "auto" else self.micro_batch_tokens
+
+
+# ---- settings ----------------------------------------------------------------------------------
+
+
+@dataclass
+class MultiTurnArgs:
+    """Episodes of several turns; they need tools or an interaction (docs/multi_turn.md)."""
+
+    tools: Annotated[tuple[str, ...], AS_RECORDED, FILES] = ()
+    """calculator, python, zoom, bash:FOLDER, search:FILE, mcp:COMMAND, path/to/file.py:name or YAML"""
+    interaction: Annotated[str, FILES] = ""
+    """reasoning_gym, openenv:URL, gym:path/to/file.py:Class, verifiers:NAME or path/to/file.py:Class"""
+    parser: str = "auto"
+    """of tool calls: auto (by the chat template), hermes, llama3_json, qwen3_coder, one of vLLM's"""
+    max_turns: Annotated[int, Gt(0)] = 8
+    """maximum number of turns of the policy in an episode"""
+    max_tool_calls: Annotated[int, Gt(0)] = 4
+    """maximum number of tool calls in a turn, which run concurrently; the others get an error"""
+    max_turn_tokens: Annotated[int | None, Gt(0)] = None
+    """maximum number of tokens of a turn; empty: the rest of the row"""
+    context_window: Annotated[int | None, Gt(0)] = None
+    """maximum number of tokens of a context and the turn sampled from it; empty: a row's"""
+    compact_at: Annotated[int | None, Gt(0)] = None
+    """before a turn whose context has more tokens, the policy writes a summary; empty: never"""
+    compact_prompt: str = (
+        "Summarize the conversation so far. You will go on from the first message, your summary and the next message: "
+        "keep all that you need of the rest."
+    )
+    """the message that asks for the summary"""
+    max_tool_output: Annotated[int, Gt(0)] = 2000
+    """maximum number of characters of an answer of a tool or the interaction"""
+    truncate: Literal["left", "middle", "right"] = "middle"
+    """where longer answers are truncated"""
+    tool_timeout: Annotated[float, Gt(0)] = 30.0
+    """timeout of a call of a tool or the interaction, in seconds"""
+    episode_timeout: Annotated[float | None, Gt(0)] = None
+    """timeout of an episode in seconds; a longer one is not trained on"""
+    reward_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
+    """weight of the rewards of tools and the interaction, added to the scorers'"""
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.tools or self.interaction)
+
+
+@dataclass
+class RolloutCorrectionArgs:
+    """How r = pi_old / pi_rollout corrects the loss (lib/core_algos/rollout_correction.py). Without any of these flags
+    there is no correction, except with --async-level above 0 or LoRA in bfloat16 with vLLM: level token, bounds 0 2."""
+
+    level: Literal["token", "sequence", "geometric", "measure"] | None = None
+    """level of the importance weights; measure: metrics only. Default if another of these flags is given: token"""
+    action: Literal["truncate", "mask"] | None = None
+    """r outside the bounds: truncate to the bound (TIS), or mask with weight 0 (IcePop); truncate by default"""
+    bounds: Bounds | None = None
+    """bounds of the weights; 0 2 by default"""
+    batch_normalize: bool | None = None
+    """divide the weights by their mean"""
+    reject: tuple[str, ...] = ()
+    """criteria NAME=LIMIT, such as seq_mean_k1=0.99,1.01 token_k2=0.1: a token (token_...) or row (seq_...) that fails
+    one is left out. k1: bounds on r; k2, k3: largest value; seq_sum, seq_mean, seq_max (docs/algorithms.md)"""
+
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of compute_rollout_correction; {} if none of these flags is given."""
+        settings = {name: value for name, value in vars(self).items() if value not in (None, ())}
+        if self.reject:
+            flag = "--rollout-correction.reject"
+            settings["reject"] = parsed(flag, read_words(flag, self.reject), CRITERIA)
+        return settings | {"level": None} if self.level == "measure" else settings
 
 
 def check_engine(name: str, ranks: int) -> None:

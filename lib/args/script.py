@@ -5,7 +5,7 @@ from dataclasses import Field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lib.args import groups, settings
+from lib.args import groups
 from lib.args.data import DataArgs, ValidationArgs
 from lib.args.run import RunArgs
 from lib.cli.flags import Preset
@@ -35,7 +35,7 @@ class ScriptArgs:
     shard: groups.ShardArgs
     data: DataArgs
     rollout: groups.RolloutArgs
-    multi_turn: settings.MultiTurnArgs
+    multi_turn: groups.MultiTurnArgs
     reward: groups.RewardArgs
     optimizer: groups.OptimizerArgs
     validation: ValidationArgs
@@ -45,21 +45,21 @@ class ScriptArgs:
     num_mini_batches: int
     update_epochs: int
 
-    loss: settings.PolicyLoss
+    loss: groups.PolicyLoss
     loss_kwargs: tuple[str, ...]
     clip_ratio_low: float
     clip_ratio_high: float
     clip_ratio_c: float
-    loss_agg_mode: settings.AggMode
+    loss_agg_mode: groups.AggMode
     loss_scale_factor: float | None
     token_masks: tuple[str, ...]
     entropy_coef: float
     entropy_target: float | None
     old_log_probs: Literal["auto", "recompute", "rollout"]
-    rollout_correction: settings.RolloutCorrectionArgs
+    rollout_correction: groups.RolloutCorrectionArgs
 
     kl_coef: float
-    kl_estimator: settings.KLEstimator | None
+    kl_estimator: groups.KLEstimator | None
     kl_placement: Literal["loss", "reward"]
     kl_target: float | None
     kl_horizon: int
@@ -81,7 +81,6 @@ class ScriptArgs:
 
     @property
     def adv_settings(self) -> dict[str, Any]:
-        """The hyper-parameters in --adv-kwargs."""
         if not self.adv_kwargs:
             return {}
         estimator = ADV_ESTIMATORS[self.adv_estimator]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import gc
+import inspect
 import io
 import json
 import math
@@ -20,13 +21,13 @@ from dataclasses import MISSING, astuple, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
+from tyro.conf import OmitArgPrefixes, Suppress, arg, configure
 
-from lib import InputError, report_mistake
-from lib.cli.group import Group
+from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.process import end_at_ctrl_c, guard_output
 from lib.cli.secrets import secret_in
 from lib.cli.yaml_files import read_yaml, words_of
@@ -39,8 +40,9 @@ OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # {page of docs/: {n
 # keys of a run's config.json that --config does not read
 OF_ONE_START = {"run_name", "resume", "resume_override", "val_only", "dry_run", "plan", "config", "script", "contents"}
 OF_ONE_START |= {"history", "start", "effective", "no_effect", "profile_steps", "record", "replay", "recorded_by"}
+LARGEST_INT = 2**31 - 1  # of a flag without an upper bound of its own
 OF_SCRIPTS = "scripts"  # in a preset: flags of one script each
-LONGEST = 100  # characters of a name that a message repeats, and digits of a number
+LONGEST = 100  # characters of a name that a message repeats
 BOX_LINE = re.compile("[─-]{9}|[╰+]|Got errors")  # of tyro's messages
 RANGES: dict[type, tuple[Callable, str]] = {
     Ge: (operator.ge, "at least"),
@@ -48,7 +50,17 @@ RANGES: dict[type, tuple[Callable, str]] = {
     Le: (operator.le, "at most"),
     Lt: (operator.lt, "below"),
 }
-LARGEST_INT = 2**31 - 1  # of a flag without an upper bound of its own
+
+
+@dataclass
+class Group:
+    """Flags without a prefix. `check` raises InputError for values that make no sense."""
+
+    def __init_subclass__(cls):
+        configure(OmitArgPrefixes)(cls)
+
+    def check(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -121,8 +133,6 @@ def parse_flags(args_class: type[T], words: list[str]) -> T:
     of those that a config changes: one with its default asks for nothing, nor does the preset. Raises InputError, and
     SystemExit for --help."""
     if not {"--help", "-h"}.isdisjoint(words):
-        from lib.cli.help import print_help
-
         print_help(args_class, words)
     note, preset, own = _with_configs(args_class, words)
     said = io.StringIO()
@@ -216,7 +226,6 @@ def _with_configs(args_class: type[DataclassInstance], typed: list[str]) -> tupl
 def _of_config(args_class: type[DataclassInstance], path: str, preset: Preset | None) -> tuple[list[str], bool]:
     """The flags in a run's config.json or a YAML file, without those that are about one start of a run; and whether it
     is the preset."""
-    check_text("config", path)
     where = f"--config {path}"
     values = read_yaml(path, where)
     if not isinstance(values, dict):
@@ -252,7 +261,6 @@ def _default(args_class: type[T]) -> T:
 
 
 def as_flag(name: str) -> str:
-    """The flag of a field of Args."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -287,20 +295,15 @@ def marked(args: DataclassInstance, mark: Enum) -> set[str]:
 
 
 def changed_flags(args: DataclassInstance, **computed: Any) -> dict[str, list]:
-    """{name: [value, default]} of the flags that differ from their default, {name: [value]} of those that have none.
-    The name of a setting has dots. computed: defaults that depend on other flags."""
-    own = fields(args)
-    required = {f.name: getattr(args, f.name) for f in own if f.default is MISSING and f.default_factory is MISSING}
-    defaults = {name: value for name, value, _ in walk(type(args)(**required)) if name not in required}
-    defaults |= computed
-    changed = {name: value for name, value, _ in walk(args) if name not in defaults or value != defaults[name]}
-    return {name: [value, defaults[name]] if name in defaults else [value] for name, value in changed.items()}
+    """{name: [value, default]} of the flags that differ from their default, which is "" for those that have none. The
+    name of a setting has dots. computed: defaults that depend on other flags."""
+    defaults = {name: value for name, value, _ in walk(_default(type(args)))} | computed
+    return {name: [value, defaults[name]] for name, value, _ in walk(args) if value != defaults[name]}
 
 
 def check_flags(args: Any) -> None:
     """Raises InputError for values out of their range, and for what groups and script refuse. It fills in values."""
     for name, value, marks in walk(args):
-        check_text(name, value)
         if found := secret_in(value, as_flag(name)):  # the message does not repeat the value
             advice = "put it in the environment, which commands and your code see (docs/security.md)"
             raise InputError(f"{found}; flags stand in config.json and logs: {advice}")
@@ -312,13 +315,6 @@ def check_flags(args: Any) -> None:
         args.check()
     except OSError as error:
         raise InputError(f"{str(error.filename)[:LONGEST]}, which a flag names: {error.strerror}") from error
-
-
-def check_text(name: str, value: Any) -> None:
-    """Raises InputError for a text, alone or in a tuple, that no file and no tokenizer takes."""
-    for text in value if isinstance(value, tuple) else [value]:
-        if isinstance(text, str) and re.search("[\0\ud800-\udfff]", text):  # half a pair stands for invalid UTF-8
-            raise InputError(f"{as_flag(name)} {text[:LONGEST]!r}: must be UTF-8 text without a NUL character")
 
 
 def check_range(name: str, value: Any, marks: tuple) -> None:
@@ -334,7 +330,7 @@ def check_range(name: str, value: Any, marks: tuple) -> None:
         limits = bounds if is_bounded else [*bounds, Le(LARGEST_INT)]
         if not all(RANGES[type(bound)][0](number, *astuple(bound)) for bound in limits):
             must = " and ".join(f"{RANGES[type(bound)][1]} {astuple(bound)[0]}" for bound in limits)
-            raise InputError(f"{as_flag(name)} {str(number)[:LONGEST]}: must be {must}")
+            raise InputError(f"{as_flag(name)} {number}: must be {must}")
 
 
 def with_line_breaks(text: str) -> str:
@@ -348,8 +344,6 @@ def parse_json(name: str, text: str) -> dict:
     flag = as_flag(name)
     try:
         settings = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except RecursionError as error:
-        raise InputError(f"{flag}: nested too deeply") from error
     except ValueError as error:
         raise InputError(f"{flag} {text}: not JSON ({error})") from error
     if isinstance(settings, dict):
@@ -361,3 +355,60 @@ def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is no finite number")
     return number
+
+
+# ---- --help -------------------------------------------------------------------------------------
+
+ALGORITHM = "algorithm"  # the group of a script's own flags
+OFTEN = {
+    *("run_name", "output_dir", "config", "total_steps", "resume", "save_every", "track", "dry_run"),
+    *("model", "lora_rank", "gradient_checkpointing", "train_files", "max_prompt_length", "val_files", "val_every"),
+    *("rollout_engine", "rollout_gpus", "max_response_length", "multi_turn.tools", "agent", "reward"),
+    *("lr", "micro_batch_tokens", "prompts_per_step", "group_size", "num_mini_batches", "kl_coef", "critic_lr"),
+}
+
+
+def print_help(args_class: type, words: list[str]) -> None:
+    """Prints what --help or -h in these words of a command line asks for, and ends the process. Raises InputError for
+    a group that does not exist."""
+    place = next(i for i, word in enumerate(words) if word in ("--help", "-h"))
+    asked = words[place + 1] if place + 1 < len(words) and not words[place + 1].startswith("-") else ""
+    groups = list(dict.fromkeys(group for group, _, _ in _classes(args_class)))
+    if asked.replace("_", "-") not in ("", "all", *groups):
+        raise InputError(f"--help {asked[:100]}: give one of {', '.join(groups)} or all")
+    if not is_first_on_node():
+        sys.exit(0)
+    script = Path(inspect.getfile(args_class)).name
+    example = f"python {script} --model Qwen/Qwen2.5-0.5B-Instruct --train-files train.parquet"
+    more = f"--help all shows all flags, --help GROUP those of a group: {', '.join(groups)}."
+    lines = [example, inspect.getdoc(args_class) or "", more]
+    with _only(args_class, asked.replace("_", "-")):
+        tyro.cli(args_class, args=["--help"], description="\n\n".join(lines))
+
+
+def _classes(cls: type, group: str = "", prefix: str = "") -> Iterator[tuple[str, str, type]]:
+    """(group, prefix of the flags' names, class) of the Args and of the dataclasses in it."""
+    for name, kind in get_type_hints(cls).items():
+        if isinstance(kind, type) and is_dataclass(kind):
+            own_prefix = "" if issubclass(kind, Group) else f"{prefix}{name}."
+            yield from _classes(kind, group or name.replace("_", "-"), own_prefix)
+    yield group or ALGORITHM, prefix, cls
+
+
+@contextlib.contextmanager
+def _only(args_class: type, asked: str) -> Iterator[None]:
+    """In this block tyro sees the flags that are asked for alone, and no default that is empty."""
+    classes = list(_classes(args_class))
+    before = [inspect.get_annotations(cls) for _, _, cls in classes]
+    default = arg(help_behavior_hint=lambda value: "" if value in ("", "''", "None") else f"(default: {value})")
+    for group, prefix, cls in classes:
+        kinds = get_type_hints(cls, include_extras=True)
+        for name in (field.name for field in fields(cls) if not is_dataclass(kinds[field.name])):
+            is_shown = f"{prefix}{name}" in OFTEN if not asked else asked in ("all", group)
+            kinds[name] = Annotated[kinds[name], default if is_shown else Suppress]
+        cls.__annotations__ = kinds
+    try:
+        yield
+    finally:
+        for (_, _, cls), annotations in zip(classes, before):
+            cls.__annotations__ = annotations

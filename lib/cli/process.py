@@ -40,17 +40,9 @@ class _LastingOutput(io.FileIO):
 
 def guard_output() -> None:
     """From now on a failure of stdout or stderr ends nothing. Streams that were replaced (notebooks) are left alone."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:  # closed (>&-): no file that is opened later may get its number
-            os.open(os.devnull, os.O_RDWR)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is not getattr(sys, f"__{name}__"):
-            continue
-        if stream is None:  # it was closed
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 it stays open
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
             continue
         with suppress(OSError):
             stream.flush()
@@ -66,7 +58,6 @@ def end_at_ctrl_c() -> None:
 
 
 def end_interrupted(*_) -> None:
-    """Ends the process at once."""
     if is_first_on_node():
         with suppress(OSError):  # not through sys.stderr, which is held back while flags are read
             os.write(2, b"interrupted\n")

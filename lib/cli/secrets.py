@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 NAME = re.compile(  # in lower case, with _ between words
     r"(?:^|_)(?:(?:api|access|auth|secret|private|signing|encryption|license|subscription|openai|anthropic)_?keys?"
@@ -49,16 +50,7 @@ FORMS = {
 }
 PASSWORD_IN_URL = re.compile(r"://[^/?#\s:@]*:([^/?#\s@]+)@")
 SHORTEST = 8  # shorter values are not redacted, because they occur in other words
-SHORTEST_LINE = 16  # of a secret of several lines, which may be printed with something before each line
-SOFT = """ \a\b\t\n\v\f\r'"+"""  # what quoting adds, escapes and wraps; + is a URL's space
-BACKSLASHES = r"(?:\\|%(?:25)*5[cC])++"  # one more for each level of quoting
-ENCODED = re.compile(
-    rf"(?P<bytes>(?:(?:{BACKSLASHES}x|%(?!(?:25)*5[cC])(?:25)*)[0-9a-fA-F]{{2}})+)"
-    rf"|(?P<utf_16_be>(?:{BACKSLASHES}u[0-9a-fA-F]{{4}})+)|(?P<utf_32_be>{BACKSLASHES}U[0-9a-fA-F]{{8}})"
-    rf"|{BACKSLASHES}[abfnrtv]?|[{re.escape(SOFT)}]+"
-)
-DIGITS = re.compile(rf"(?:{BACKSLASHES}[xuU]|%(?:25)*)((?:[0-9a-fA-F]{{2}})+)")
-LATIN_1 = {0xDC00 + byte: byte for byte in range(0x80, 0x100)}  # bytes that are no UTF-8
+SHORTEST_LINE = 16  # of a secret of several lines, each of which may be printed alone
 _named: set[str] = set()  # variables that hold a key, as flags say
 
 
@@ -95,7 +87,7 @@ def secret_in(value: Any, flag: str, *path: str) -> str | None:
     is_of_flag = flag.startswith("--")  # and not a file
     if (is_of_flag or path) and not PROSE.search(key or flag) and (name := _named_secret(outside)):
         return f"{where}: {name} gets a key or password"
-    held = (name for name, secret in _in_environment() if _holds(text, secret))
+    held = (name for name, secret in _in_environment() if any(form in text for form in _forms(secret)))
     return _first(f"{where}: it holds the value of {name}" for name in held)
 
 
@@ -150,23 +142,11 @@ def _held_by(variables: tuple[tuple[str, str], ...], named: frozenset[str]) -> l
 
 
 def redact(text: str) -> str:
-    """The text, with *** in place of the environment's keys and passwords, also where they are quoted or escaped
-    (JSON, repr, a shell, a URL), wrapped, or printed line by line."""
-    secrets = sorted({secret for _, secret in _in_environment()}, key=len, reverse=True)
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    cores = sorted({core for secret in secrets for core in _cores(secret)}, key=len, reverse=True)
-    core_of_text = _core(text) if cores else ""
-    if not any(core in core_of_text for core in cores):
-        return text
-    spans = []  # of each character of core_of_text, where the text has it
-    for part in re.finditer(f"{ENCODED.pattern}|.", text, re.DOTALL):
-        spans += [part.span()] * len(_core(part[0]))
-    kept, end = [], 0
-    for found in re.finditer("|".join(map(re.escape, cores)), core_of_text):
-        kept.append(text[end : spans[found.start()][0]])
-        end = spans[found.end() - 1][1]
-    return "***".join([*kept, text[end:]])
+    """The text, with *** in place of the environment's keys and passwords, also as JSON, repr or a URL has them."""
+    forms = {form for _, secret in _in_environment() for form in _forms(secret)}
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, "***")
+    return text
 
 
 def redact_values(value: Any) -> Any:
@@ -178,32 +158,15 @@ def redact_values(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float) else redact(str(value))
 
 
-def _holds(text: str, secret: str) -> bool:
-    return secret in text or any(core in _core(text) for core in _cores(secret))
-
-
 @cache
-def _cores(secret: str) -> list[str]:
-    """What a text is searched for besides the secret itself."""
-    lines = [line for line in map(_core, re.split(r"\\n|\n", secret)) if len(line) >= SHORTEST_LINE]
-    return [core for core in {_core(secret), *lines} if len(core) >= SHORTEST]
-
-
-def _core(text: str) -> str:
-    """The text without quotes, backslashes and whitespace, and with escaped characters decoded: a secret has one
-    core however it is written."""
-    return ENCODED.sub(_decoded, text)
-
-
-def _decoded(part: re.Match) -> str:
-    if part.lastgroup is None:
-        return ""
-    encoded = bytes.fromhex("".join(DIGITS.findall(part[0])))
-    if part["bytes"]:
-        text = encoded.decode(errors="surrogateescape").translate(LATIN_1)
-    else:
-        text = encoded.decode(part.lastgroup, errors="replace")
-    return "".join(c for c in text if c not in SOFT and c != "\\")
+def _forms(secret: str) -> set[str]:
+    """What a text is searched for: the secret, and each of its long lines, in the usual ways to write them."""
+    lines = [line for line in re.split(r"\\n|\n", secret) if len(line) >= SHORTEST_LINE]
+    return {
+        form
+        for text in (secret, *lines)
+        for form in (text, json.dumps(text)[1:-1], repr(text)[1:-1], quote(text, safe=""), quote_plus(text))
+    }
 
 
 def from_environment(text: str) -> str | None:

@@ -6,12 +6,9 @@ It imports no torch: the command line is read, and reward workers start, without
 import functools
 import importlib
 import importlib.util
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,37 +16,33 @@ from typing import Any
 
 from lib import InputError
 
-IMPORT_LIMIT_S = 120.0
 
-
-def load_object(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
+def load_object(flag: str, spec: str) -> Any:
     """The object that "path/to/file.py:name" names. A process runs a file once, and again if it has changed.
 
-    Raises InputError, which begins with the flag, if there is no such file or name, or if running the file raises,
-    exits or takes longer than `limit_s` (C code that never returns is not stopped).
-    """
+    Raises InputError, which begins with the flag, if there is no such file or name, or if running the file raises or
+    exits."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not (name.isidentifier() and path.is_file() and path.suffix == ".py"):
         raise InputError(f"{flag} {spec}: give an existing file and a name in it, as path/to/file.py:name")
-    return _named_in(partial(_run_file, path, path.stat().st_mtime_ns), name, str(path), f"{flag} {spec}", limit_s)
+    return _named_in(partial(_run_file, path, path.stat().st_mtime_ns), name, str(path), f"{flag} {spec}")
 
 
-def load_class(flag: str, spec: str, limit_s: float = IMPORT_LIMIT_S) -> Any:
+def load_class(flag: str, spec: str) -> Any:
     """As load_object; `spec` may also be the name of a class as Python imports it, module.Class."""
     module, _, name = spec.rpartition(".")
     if ":" in spec:
-        return load_object(flag, spec, limit_s)
+        return load_object(flag, spec)
     if not (module and all(part.isidentifier() for part in spec.split("."))):
         raise InputError(f"{flag} {spec[:100]!r}: give module.Class or path/to/file.py:Class")
-    return _named_in(partial(importlib.import_module, module), name, module, f"{flag} {spec}", limit_s)
+    return _named_in(partial(importlib.import_module, module), name, module, f"{flag} {spec}")
 
 
-def _named_in(load: Callable[[], ModuleType], name: str, origin: str, where: str, limit_s: float) -> Any:
+def _named_in(load: Callable[[], ModuleType], name: str, origin: str, where: str) -> Any:
     """origin: the file or the module that `load` runs."""
     try:
-        with _time_limit(limit_s):
-            module = load()
+        module = load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also sys.exit(), which would end the run without a word
@@ -70,26 +63,3 @@ def _run_file(path: Path, changed_at_ns: int) -> ModuleType:
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
     spec.loader.exec_module(module)
     return module
-
-
-class ImportTimeout(BaseException):
-    """Not an Exception, because the file may catch those."""
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises ImportTimeout in the block after `seconds`, and every second after that; in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_):
-        raise ImportTimeout(f"it has not returned after {seconds:g} s; what takes long belongs into the function")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

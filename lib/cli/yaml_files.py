@@ -1,4 +1,4 @@
-"""YAML files of flags (--config, sweeps) and of tools; JSON is YAML, too."""
+"""YAML files of flags (--config, sweeps); JSON is YAML, too."""
 
 import re
 from pathlib import Path
@@ -8,26 +8,8 @@ import yaml
 
 from lib import InputError
 
-LARGEST = 2**20  # characters of a file
 
-
-class SafeLoader(yaml.SafeLoader):
-    """Refuses tags, as PyYAML's, aliases, which may stand for billions of values, and keys that are there twice."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="an alias (*); write the value out", problem_mark=mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node, deep=False):
-        values = super().construct_mapping(node, deep)
-        if len(values) < len(node.value):
-            raise yaml.MarkedYAMLError(problem="a key is there twice", problem_mark=node.start_mark)
-        return values
-
-
-class FlagLoader(SafeLoader):
+class FlagLoader(yaml.SafeLoader):
     """Values are texts, as on a command line, but for true, false and null: YAML itself reads 010 as 8."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
@@ -37,21 +19,14 @@ FlagLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("(true|Tru
 FlagLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(null|~|)$"), ["n", "~", ""])
 
 
-def read_yaml(path: str | Path, where: str, loader: type[SafeLoader] = FlagLoader) -> Any:
+def read_yaml(path: str | Path, where: str) -> Any:
     """What the file holds; None if it is empty. Raises InputError, which begins with `where`."""
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as file:
-            text = file.read(LARGEST + 1)
-        values = yaml.load(text[:LARGEST], Loader=loader)
+        return yaml.load(Path(path).expanduser().read_text(encoding="utf-8"), Loader=FlagLoader)
     except yaml.MarkedYAMLError as error:
         raise InputError(f"{where} line {error.problem_mark.line + 1}: {error.problem}") from error
-    except RecursionError as error:
-        raise InputError(f"{where}: nested too deeply") from error
-    except (OSError, RuntimeError, ValueError, OverflowError, yaml.YAMLError) as error:  # RuntimeError: ~name of nobody
+    except (OSError, RuntimeError, ValueError, OverflowError, yaml.YAMLError) as error:  # RuntimeError: ~nobody, depth
         raise InputError(f"{where}: cannot be read: {str(error).splitlines()[0]}") from error
-    if len(text) > LARGEST:
-        raise InputError(f"{where}: larger than {LARGEST} characters")
-    return values
 
 
 def words_of(flag: str, value: Any, where: str, is_switch: bool) -> list[str]:
@@ -69,6 +44,4 @@ def words_of(flag: str, value: Any, where: str, is_switch: bool) -> list[str]:
     texts = list(map(str, items))
     if wrong := [text for text in texts if text.startswith("--")]:
         raise InputError(f"{where} {wrong[0][:100]}: a value does not begin with --")
-    if re.search("[\0\ud800-\udfff]", "".join(texts)):
-        raise InputError(f"{where}: a character that no command line can hold")
     return [flag, *texts]

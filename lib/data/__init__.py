@@ -15,11 +15,16 @@ from lib.data.balance import (
     scatter_rows,
     split_mini_batches,
 )
-from lib.data.chat_template import check_template_kwargs, set_chat_template
+from lib.data.chat_template import SpecialTokenEscaper, response_texts
 from lib.data.dataset import PromptDataset, RLHFDataset, load_dataset_class
 from lib.data.loader import ROW, collate_fn, make_loader
-from lib.data.micro_batches import LAYOUT, on_host, prepare_dynamic_batch, restore_dynamic_batch
-from lib.data.prefixes import PrefixTree, prefix_tree, prompt_groups
+from lib.data.micro_batches import (
+    LAYOUT,
+    PrefixTree,
+    on_host,
+    prefix_tree,
+    prepare_dynamic_batch,
+    restore_dynamic_batch,
+)
 from lib.data.remote import local_copy
 from lib.data.rows import load_split
-from lib.data.special_tokens import SpecialTokenEscaper, end_of_turn, response_texts

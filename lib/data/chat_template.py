@@ -1,8 +1,13 @@
-"""The chat template of a run, and what it reads."""
+"""The chat template of a run, and what it reads. Special tokens: those of a response that scorers and reward models
+read, and those that a text spells.
+
+A chat template writes special tokens and messages into one string, in which the tokenizer cannot tell them apart. So a
+space breaks up what spells a special token in a message: "<|im_end|>" becomes "< |im_end|>"."""
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +16,11 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError
 
-MARK = "Zq7"  # changes a text, also where a template trims it
-LONG = 16  # characters: the template itself may hold a shorter text
+MARK = " Zq7"  # changes a text, also where a template trims it
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # of transformers
 
 
 def _parsed(text: str) -> nodes.Template:
-    """Raises TemplateError."""
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION_TAG.sub("", text))
 
 
@@ -49,30 +52,18 @@ def question_of(messages: list[dict]) -> int:
 
 
 def left_out(messages: list[dict], text: str, render: Callable[[list[dict]], str]) -> list[int]:
-    """The numbers of the messages that the chat template leaves out of `text`, its output: adding to their beginning or
-    end changes nothing. Of the question, both ends and the middle must have an effect. render raises InputError for
-    messages that the template refuses."""
+    """The numbers of the messages that the chat template leaves out of `text`, its output: they are not in it, and
+    adding to them changes nothing. render raises InputError for messages that the template refuses."""
 
-    def has_effect(i: int, change: Callable[[str], str]) -> bool:
-        message = messages[i] | {"content": _changed(messages[i]["content"], change)}
+    def has_effect(i: int) -> bool:
+        message = messages[i] | {"content": _marked(messages[i]["content"])}
         try:
             return render([*messages[:i], message, *messages[i + 1 :]]) != text
         except InputError:  # it read the message
             return True
 
-    found = []
-    for i, message in enumerate(messages):
-        is_question = i == question_of(messages)
-        if not all((len(p) >= LONG or not is_question) and p.strip() in text for p in _texts(message.get("content"))):
-            ends = [has_effect(i, change) for change in (lambda own: f"{MARK} {own}", lambda own: f"{own} {MARK}")]
-            if not (all(ends) and has_effect(i, _with_other_middle) if is_question else any(ends)):
-                found.append(i)
-    return found
-
-
-def _with_other_middle(text: str) -> str:
-    half = len(text) // 2
-    return text[:half] + MARK + text[half + len(MARK) :]
+    texts = [_texts(message.get("content")) for message in messages]
+    return [i for i, own in enumerate(texts) if not (all(part.strip() in text for part in own) or has_effect(i))]
 
 
 def _texts(content: Any) -> list[str]:
@@ -80,10 +71,10 @@ def _texts(content: Any) -> list[str]:
     return [part["text"] for part in parts if isinstance(part.get("text"), str)]
 
 
-def _changed(content: Any, change: Callable[[str], str]) -> Any:
+def _marked(content: Any) -> Any:
     if isinstance(content, str):
-        return change(content)
-    return [part | {"text": change(part["text"])} if isinstance(part.get("text"), str) else part for part in content]
+        return content + MARK
+    return [part | {"text": part["text"] + MARK} if isinstance(part.get("text"), str) else part for part in content]
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: dict) -> None:
@@ -99,3 +90,69 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: dict) -> N
         known = ", ".join(sorted(reads - arguments - {"messages"})) or "none"
         what = f"the model's template does not read {unknown.pop()}; it reads {known}"
         raise InputError(f"--chat-template-kwargs: {what}")
+
+
+# ---- special tokens -----------------------------------------------------------------------------
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token that the chat template puts behind what the assistant says."""
+    said = "What the assistant says."
+    messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": said}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (ValueError, TypeError, TemplateError):  # there is none, or it takes other messages only
+        return None
+    [first, *_] = tokenizer.encode(text.rpartition(said)[2].lstrip(), add_special_tokens=False) or [None]
+    known = tokenizer.added_tokens_decoder
+    return first if first in known and known[first].special else None
+
+
+# in the names of special tokens that begin or end texts and turns, pad, or stand for images
+CONTROL = re.compile(
+    r"(?i)(?<![a-z])(?:im|pad|eo[stm](?:_id)?|(?:begin|start|end)_?of_?(?:text|turn)|turn|user|assistant|system"
+    r"|header_id|observation|return|image|img|vision|video|audio)(?![a-z])|<\|call\|>|</?s>"
+)
+
+
+@lru_cache(maxsize=8)
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Special tokens that are no part of what a response says, unlike <think>, <|channel|> or [TOOL_CALLS]."""
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    roles = {getattr(tokenizer, f"{name}_id") for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+    roles.add(end_of_turn(tokenizer))
+    return frozenset(number for number, name in special.items() if number in roles or CONTROL.search(name))
+
+
+def response_texts(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]) -> list[str]:
+    """What responses say: their texts without control tokens."""
+    control = control_tokens(tokenizer)
+    said = [[token for token in response if token not in control] for response in responses]
+    return tokenizer.batch_decode(said, skip_special_tokens=False)
+
+
+class SpecialTokenEscaper:
+    """A callable that breaks up the tokenizer's special tokens in all strings of a value, dict keys included."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, names: Sequence[str] | None = None):
+        if names is None:
+            names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        broken = {name: f"{name[:1]} {name[1:]}" for name in sorted(names, key=len, reverse=True)}
+        self.broken = {name: text for name, text in broken.items() if name not in text}  # not those of one character
+        self.pattern = re.compile("|".join(map(re.escape, self.broken)) or "(?!)")
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {self(key): self(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self(item) for item in value]
+        while isinstance(value, str) and self.pattern.search(value):  # again: tokens may overlap
+            value = self.pattern.sub(lambda found: self.broken[found[0]], value)
+        return value
+
+
+def start_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that the tokenizer puts before a text, such as BOS; without what it appends, such as EOS."""
+    plain, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    ends = range(len(whole) - len(plain), -1, -1)
+    return next(whole[:n] for n in ends if whole[n : n + len(plain)] == plain)

@@ -18,11 +18,9 @@ from torch.utils.data import Dataset
 
 from lib import InputError
 from lib.cli.user_code import load_object
-from lib.data.chat_template import left_out, question_of
+from lib.data.chat_template import SpecialTokenEscaper, left_out, question_of, start_of_text
 from lib.data.remote import local_copy
-from lib.data.row_form import MEDIA_COLUMNS, OF_VERL, RowForm, arguments_of, only_text, without_nulls
-from lib.data.rows import DEEPEST, _plain, _shown, read_rows
-from lib.data.special_tokens import SpecialTokenEscaper, start_of_text
+from lib.data.rows import MEDIA_COLUMNS, RowForm, _plain, _shown, arguments_of, only_text, read_rows, without_nulls
 from lib.data.vision import Encoded, Vision, media_hash
 
 if TYPE_CHECKING:
@@ -148,7 +146,6 @@ class RLHFDataset(Dataset):
             self.note = f"{self._where(noted[0])}: {self._of_row(noted[0], self._row(noted[0]))[1]}"
 
     def _first(self, rows: np.ndarray) -> str | None:
-        """File and number of the first of the rows."""
         return self._where(int(rows[0])) if len(rows) else None
 
     def _open(self, source, number: int) -> tuple[str, Sequence[dict]]:
@@ -172,8 +169,7 @@ class RLHFDataset(Dataset):
             return name, rows
         check(name, rows.column_names, [*required, *form.columns.values()])  # a datasets.Dataset
         if form.column("extra_info") in rows.column_names:  # otherwise it gets the columns that are none of verl's
-            wanted = {*required, *form.columns, *map(form.column, OF_VERL)}
-            rows = rows.select_columns([column for column in rows.column_names if column in wanted])
+            rows = rows.select_columns(form.read(rows.column_names))
         has_media = not {*map(form.column, MEDIA_COLUMNS)}.isdisjoint(rows.column_names)
         return name, UndecodedRows(rows) if has_media else rows  # type: ignore[return-value]  # it has what is used
 
@@ -195,8 +191,6 @@ class RLHFDataset(Dataset):
         rows = self.sources[source][1]
         try:
             return self.row_form.in_verls_form(_plain(rows[i], isinstance(rows, list)), self._data_sources[source])
-        except RecursionError as error:
-            raise self._error(row, f"nested deeper than {DEEPEST} lists and dicts") from error
         except InputError as error:
             raise self._error(row, str(error)) from error
 
@@ -262,7 +256,6 @@ class RLHFDataset(Dataset):
         return Prompt(plain, kwargs, text, plain != messages, encoded, media)
 
     def _only_text(self, row: int, messages: list[dict]) -> str:
-        """Of a prompt without a chat template."""
         if (text := only_text(messages)) is None:
             advice = "give --chat-template FILE, or text prompts"
             why = "needs a chat template, which the model's tokenizer lacks (a base model?)"

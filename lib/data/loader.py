@@ -1,7 +1,7 @@
 """The endless loader that hands each rank its share of a step's prompts."""
 
 import pickle
-import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lib import InputError
 from lib.columns import COLUMNS
+from lib.core_algos import ROUNDING
 from lib.data.dataset import PromptDataset
-from lib.data.difficulty import Difficulty
+from lib.distributed import all_gather_lists
 from lib.seeds import seeded
-
-warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
 
 ROW = "data_row"  # column of the row's number in the data set
 GOLDEN = (5**0.5 - 1) / 2
@@ -46,6 +45,59 @@ def _collate_in_worker(items: list[dict]) -> dict:
     if "multi_modal_inputs" in batch:
         batch["multi_modal_inputs"] = pickle.dumps(batch["multi_modal_inputs"])
     return batch
+
+
+class Difficulty:
+    """The history of each row of a data set, the same on all ranks. A group of equal scores has no advantage, whether
+    the prompt is solved or hopeless: a prompt is as useful as its last scores vary.
+
+    skip_after: a row is skipped after so many
+    consecutive groups of equal scores. share: the probability that a skipped row is sampled anyway; in `draw`, the
+    share of the probability that is uniform over all rows."""
+
+    def __init__(self, num_rows: int, skip_after: int, share: float):
+        self.skip_after, self.share = skip_after, share
+        self.variance = np.full(num_rows, np.nan)  # of the last group's scores; nan: not seen
+        self.alike = np.zeros(num_rows, dtype=int)  # groups in a row whose scores were equal
+
+    def record_scores(self, rows: Iterable[int], scores: Iterable[list[float]]) -> None:
+        """rows, scores: of each response of this rank; several scores (of gdpo) are compared one by one.
+        A row with one response tells nothing. A collective."""
+        of_row: dict[int, list[list[float]]] = defaultdict(list)
+        for row, score in all_gather_lists(list(zip(rows, scores, strict=True))):
+            of_row[row].append(score)
+        for row, own in of_row.items():
+            if len(own) > 1:
+                # sorted: the same sum on any number of ranks; NaN: a reward that the scorer did not give
+                columns = [ordered for column in zip(*own) if (ordered := sorted(x for x in column if x == x))]
+                self.variance[row] = sum(float(np.var(ordered)) for ordered in columns)
+                alike = all(x[-1] - x[0] <= ROUNDING * max(abs(x[0]), abs(x[-1])) for x in columns)
+                self.alike[row] = self.alike[row] + 1 if alike else 0
+
+    def skips(self, row: int, rng: np.random.Generator) -> bool:
+        return self.alike[row] >= self.skip_after and rng.random() >= self.share
+
+    def draw(self, n: int, rng: np.random.Generator, rows: range) -> list[int]:
+        """n of the rows, in proportion to the variance of their last scores; of an unseen row the largest one seen."""
+        variance, N = self.variance[rows.start : rows.stop], len(rows)
+        seen = ~np.isnan(variance)
+        weights = np.where(seen, variance, variance[seen].max(initial=0.0))
+        if not weights.any():
+            weights = np.ones(N)
+        p = (1 - self.share) * weights / weights.sum() + self.share / N
+        return (rows.start + rng.choice(N, n, replace=n > N, p=p / p.sum())).tolist()
+
+    def metrics(self) -> dict[str, float]:
+        shares = {"prompts/seen": ~np.isnan(self.variance), "prompts/skipped": self.alike >= self.skip_after}
+        return {name: float(rows.mean()) for name, rows in shares.items()}
+
+    def state_dict(self) -> dict[str, list]:
+        rows = np.flatnonzero(~np.isnan(self.variance))
+        own = {"rows": rows, "variance": self.variance[rows], "alike": self.alike[rows]}
+        return {name: values.tolist() for name, values in own.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.variance[state["rows"]], self.alike[state["rows"]] = state["variance"], state["alike"]
 
 
 @dataclass(eq=False)
@@ -136,7 +188,7 @@ class _StepSampler:
         return rows[self._orders[s][1][i]]
 
 
-class _SeededRows:
+class _SeededRows(Dataset):
     """What the data set draws for a row depends on the seed and on the row's place in the stream."""
 
     def __init__(self, dataset: PromptDataset, seed: int):
@@ -151,9 +203,11 @@ class _SeededRows:
             return self.dataset[row]
 
 
-class PromptLoader(StatefulDataLoader):
+class PromptLoader(DataLoader):
     """See make_loader. `position`: rows of the stream that were handed out, over all ranks, without those that workers
-    only prepared. The state fits any number of ranks and workers; torchdata's fits only as many workers."""
+    only prepared. The state fits any number of ranks and workers."""
+
+    batch_sampler: _StepSampler
 
     def __init__(self, dataset: PromptDataset, sampler: _StepSampler, num_workers: int):
         # Its own generator: the global one, which gives worker seeds otherwise, differs after a resume.
@@ -163,7 +217,7 @@ class PromptLoader(StatefulDataLoader):
         super().__init__(rows, batch_sampler=sampler, num_workers=num_workers, collate_fn=collate, generator=generator)
         self.position = 0
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[dict]:  # type: ignore[override]  # on from `position`
         sampler = self.batch_sampler
         sampler.start = self.position
         for batch in super().__iter__():
@@ -239,10 +293,8 @@ def make_loader(
     on their number. Raises InputError for impossible sizes.
 
     sampling: by the scores of earlier steps, "skip" leaves rows of the stream out, "variance" draws the rows of a step
-    (skip_after, share: difficulty.py). These need num_workers 0, as workers take rows in advance.
+    (skip_after, share: Difficulty). These need num_workers 0, as workers take rows in advance.
     weights: the share in each step of each of the data set's sources (`source_sizes`); an epoch is then a source's."""
-    if prompts_per_step < 1 or prompts_per_step % world_size:
-        raise InputError(f"prompts_per_step={prompts_per_step} must be a positive multiple of world_size={world_size}")
     if len(dataset) == 0:
         raise InputError("the data set has no rows")
     sizes = [len(dataset)]

@@ -8,17 +8,16 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable
-from concurrent.futures import wait
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lib import InputError, is_first_on_node
-from lib.args import URL
-from lib.distributed import NO_ROOM, current_stage, enter_stage, in_thread, wait_for_all
+from lib.args.checks import URL
+from lib.distributed import NO_ROOM, current_stage, enter_stage, wait_for_all
 
-STALL_S = 180.0  # without an answer or a byte
+STALL_S = 180.0  # without a byte over HTTP
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 NO_VERSION = {"name", "type", "size", "url", "mimetype", "partial"}  # the rest of fsspec's info changes with the file
 copies: dict[tuple[str, bool], str] = {}  # {(URL, with weights): path} of this process
@@ -45,7 +44,8 @@ def local_copy(name: str, *, weights: bool = True) -> str:
 
 def _copied(url: str, weights: bool) -> Path:
     """The copy's path. Its folder is named after the URL and its files' versions, and appears by a rename."""
-    fs, files = _bounded(url, partial(_files_at, url, weights))
+    with _named_errors(url):
+        fs, files = _files_at(url, weights)
     versions = {name: {k: v for k, v in info.items() if v and k not in NO_VERSION} for name, info in files.items()}
     if not all(versions.values()):
         raise InputError(f"{url}: no ETag and no date by which a change would be noticed: give the path of a copy")
@@ -60,19 +60,20 @@ def _copied(url: str, weights: bool) -> Path:
             if not folder.exists():
                 shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
                 (part / inside).parent.mkdir(parents=True)
-                _get(url, fs, {part / inside / name: info for name, info in files.items()}, part)
+                _get(url, fs, {part / inside / name: info for name, info in files.items()})
                 part.rename(folder)
     except OSError as error:
         raise InputError(f"{url}: cannot be copied to {cache}: {error}; make room, or set HF_HOME") from error
     return folder / inside
 
 
-def _get(url: str, fs: Any, files: dict[Path, dict[str, Any]], part: Path) -> None:
+def _get(url: str, fs: Any, files: dict[Path, dict[str, Any]]) -> None:
     """Copies each file to its path."""
     print(f"copying {url} ({sum(info['size'] or 0 for info in files.values()) / 2**20:,.2f} MiB)", flush=True)
     for path in files:
         path.parent.mkdir(exist_ok=True)
-    _bounded(url, partial(fs.get, [info["name"] for info in files.values()], [str(path) for path in files]), part)
+    with _named_errors(url):
+        fs.get([info["name"] for info in files.values()], [str(path) for path in files])
     for path, info in files.items():
         if info["size"] not in (None, size := path.stat().st_size):
             raise InputError(f"{url}: {size} of the {info['size']} bytes of {path.name} came: start again")
@@ -101,17 +102,11 @@ def _files_at(url: str, weights: bool) -> tuple[Any, dict[str, dict[str, Any]]]:
     return fs, files
 
 
-def _bounded(url: str, act: Callable[[], Any], folder: Path | None = None) -> Any:
-    """The result of `act()`, which must answer or make files in `folder` grow. Raises InputError, for a full disk
-    OSError."""
-    done, before = in_thread(act), list[tuple]()
-    while not wait([done], STALL_S).done:
-        files = sorted(folder.rglob("*")) if folder else []
-        if (now := [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]) == before:
-            raise InputError(f"{url}: nothing came for {STALL_S:g} s: check the network")
-        before = now
+@contextmanager
+def _named_errors(url: str) -> Iterator[None]:
+    """Raises InputError for what a file system raises, but for a full disk."""
     try:
-        return done.result()
+        yield
     except Exception as error:  # each file system has its own
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             raise

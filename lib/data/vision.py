@@ -1,7 +1,6 @@
 """Images and videos of prompts: from a row's files to what the model and the engines take. Both get the same picture,
 made here: turned as its EXIF says, without alpha, of an allowed size. Each processor then resizes by its own rules. A
-small file may hold billions of pixels: its size is checked before it is decoded. A template may leave an image out: its
-placeholders are counted."""
+template may leave an image out: its placeholders are counted."""
 
 from __future__ import annotations
 
@@ -32,10 +31,9 @@ if TYPE_CHECKING:
 
 MARKER = re.compile("<(image|video)>")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")  # others may start programs (EPS)
-LARGEST_IMAGE = 50_000_000  # pixels, of an image and of a video's frame
-LARGEST_FILE = 2**28  # bytes of an image
 LONGEST_PATH = 4096  # characters: longer text is base64
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # LARGEST_IMAGE is less
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+Image.MAX_IMAGE_PIXELS = 25_000_000  # Pillow refuses twice as many
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # of a processor's output
 
 
@@ -85,7 +83,7 @@ class Vision:
         text. Raises InputError unless data has as many images and videos."""
         for kind in ("image", "video"):
             places, there = sum(part.get("type") == kind for part in _parts(messages)), len(data.get(kind, ()))
-            if (places or there) and kind == "video" and not self.takes_videos:
+            if (places or there) and kind == "video" and getattr(self.config, "video_token_id", None) is None:
                 raise InputError(f"{where}: has videos; models of type {self.config.model_type} take none")
             if places != there:
                 advice = "write one for each (text that is to stay text: in a list of content parts)"
@@ -150,10 +148,6 @@ class Vision:
         return self.config.model_type != "gemma3"
 
     @property
-    def takes_videos(self) -> bool:
-        return getattr(self.config, "video_token_id", None) is not None
-
-    @property
     def mrope(self) -> bool:
         """Whether a token has three rotary positions."""
         rope = getattr(self.config.get_text_config(), "rope_parameters", None)
@@ -179,7 +173,9 @@ class Vision:
         source = _bytes_or_image(entry, where, folder)
         try:
             image = Image.open(io.BytesIO(source), formats=FORMATS) if isinstance(source, bytes) else source
-            _check_decodable(image, where)
+            if image.mode in ("I", "F"):
+                kind = "integers" if image.mode == "I" else "floats"
+                raise InputError(f"{where}: its pixels are 32-bit {kind}, of no known range; save it with 8 or 16 bits")
             image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I;16"):  # convert("RGB") would make all above 255 white
                 image = image.convert("I").point(lambda x: x / 257).convert("L")
@@ -230,59 +226,23 @@ class Vision:
         """(frames, the number of frames of the file, its frames per second, the numbers of those taken)."""
         if not find_spec("cv2"):
             raise InputError(f"{where}: reading video files needs a package: pip install opencv-python-headless")
-        import cv2
+        from transformers.video_utils import load_video
 
-        path = _file(name, where, folder)
-        if path is None:
+        if (path := _file(name, where, folder)) is None:
             raise InputError(f"{where}: {_shown(name)} is no file in {folder}")
-        video = cv2.VideoCapture(str(path))
+
+        def chosen(metadata: Any, **_) -> list[int]:
+            return _evenly(metadata.total_num_frames, round(min(self.max_frames, metadata.duration * self.video_fps)))
+
         try:
-            width, height = video.get(cv2.CAP_PROP_FRAME_WIDTH), video.get(cv2.CAP_PROP_FRAME_HEIGHT)
-            total, fps = video.get(cv2.CAP_PROP_FRAME_COUNT), video.get(cv2.CAP_PROP_FPS)
-            if not (1 <= total < math.inf and 0 <= fps < math.inf):
-                raise InputError(f"{where}: {path}: not a readable video")
-            _check_size(int(width), int(height), f"{where}: {path}")
-            seconds = total / fps if fps else 0
-            taken = _evenly(int(total), round(min(self.max_frames, seconds * self.video_fps)))
-            frames = self._frames(video, taken)
-        except cv2.error as error:
+            frames, metadata = load_video(str(path), sample_indices_fn=chosen, backend="opencv")
+        except Exception as error:  # OpenCV's, or what follows from a file without frames
             raise InputError(f"{where}: {path}: not a readable video ({_reason(error)})") from error
-        finally:
-            video.release()
+        taken = list(metadata.frames_indices)
         if len(frames) != len(taken):
             raise InputError(f"{where}: {path}: only {len(frames)} of {len(taken)} frames can be read; is it whole?")
-        return frames, int(total), fps or self.video_fps, taken
-
-    def _frames(self, video: Any, taken: list[int]) -> list[Image.Image]:
-        """Those frames, each sized before the next is decoded; fewer where the file ends."""
-        frames = []
-        for i in range(taken[-1] + 1):
-            if not video.grab():
-                break
-            if i in taken:
-                read, frame = video.retrieve()
-                if not read:
-                    break
-                frames.append(self._sized(Image.fromarray(np.ascontiguousarray(frame[..., ::-1]))))
-        return frames
-
-
-def _check_decodable(image: Image.Image, where: str) -> None:
-    """Raises InputError for an image that is too large, or whose range of values is unknown. A JPEG that is too large
-    is decoded at a half, a quarter or an eighth of its width and height."""
-    pixels = image.width * image.height
-    if pixels > LARGEST_IMAGE and not image.info.get("progressive"):  # which is decoded as a whole
-        factor = next((factor for factor in (2, 4) if pixels <= LARGEST_IMAGE * factor**2), 8)
-        image.draft(None, (image.width // factor, image.height // factor))  # leaves other formats as they are
-    _check_size(*image.size, where)
-    if image.mode in ("I", "F"):
-        kind = "integers" if image.mode == "I" else "floats"
-        raise InputError(f"{where}: its pixels are 32-bit {kind}, of no known range; save it with 8 or 16 bits")
-
-
-def _check_size(width: int, height: int, where: str) -> None:
-    if width * height > LARGEST_IMAGE:
-        raise InputError(f"{where}: {width} x {height} pixels; at most {LARGEST_IMAGE} are decoded: make it smaller")
+        images = [self._sized(Image.fromarray(frame)) for frame in frames]
+        return images, metadata.total_num_frames, metadata.fps or self.video_fps, taken
 
 
 def _parts(messages: list[dict]) -> list[dict]:
@@ -321,13 +281,9 @@ def _bytes_or_image(entry: Any, where: str, folder: Path) -> bytes | Image.Image
         except ValueError as error:
             raise InputError(f"{where}: {_shown(entry)} is no file in {folder}, and no base64") from error
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
+        return path.read_bytes()
     except OSError as error:
         raise InputError(f"{where}: {entry}: cannot be read ({error.strerror})") from error
-    if len(content) > LARGEST_FILE:
-        raise InputError(f"{where}: {entry}: has more than {LARGEST_FILE} bytes")
-    return content
 
 
 def _file(name: str, where: str, folder: Path) -> Path | None:

@@ -56,7 +56,7 @@ COUNTS = {  # the message, with the number, if a metric is above 0, and its sect
     "unscored in validation": ("val/unscored", "scorers-fail"),
 }
 CHECKS = "a-check-of-a-step-failed"
-FAULTS = {  # of faults/<name>: lib/model/update_checks.py, lib/log/batch_checks.py
+FAULTS = {  # of faults/<name>: lib/model/update_checks.py, lib/log/metrics.py
     "gradients_left": "gradients of the update before were not zeroed",
     "updates_ahead": "the learning rate's schedule stands still ({:.0f} updates behind)",
     "gradient_outside_mask": "{:.0f} tokens outside the loss mask have a gradient",
@@ -82,7 +82,6 @@ DROPPED = "training/rows_dropped/"
 
 
 def alerts_of_step(metrics: Mapping[str, float]) -> list[str]:
-    """Short warnings about a step for the console; mostly none."""
     shown = [alert for alert in ALERTS if alert.on_line]
     bad = [alert.text for alert in shown if alert.is_bad(metrics.get(alert.metric, math.nan))]
     for name, text in FAULTS.items():

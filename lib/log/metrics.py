@@ -1,10 +1,11 @@
-"""Metrics of a step's batch.
+"""Metrics of a step's batch, checks of it, and the speed of the step.
 
 A rank reports totals and counts (`Mean`, `Sum`, `Max`, `Min`), which `reduce_metrics` finishes: a mean of the ranks'
 means is wrong if they hold different counts. Rows without a trained token (padding, failed rollouts) are counted and
 are in no other number. A metric without any data in this step is left out."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -12,12 +13,10 @@ import numpy as np
 import torch
 
 from lib import InputError
-from lib.core_algos import zero_variance_rows
+from lib.core_algos import masked_mean, masked_sum, zero_variance_rows
 from lib.data_proto import DataProto
-from lib.distributed import Max, Mean, Metric, Min, Std, Sum, all_gather_lists, token_means
-from lib.log.batch_checks import batch_faults
-from lib.reward.manager import SHADOW
-from lib.reward.scores import is_number
+from lib.distributed import Max, Mean, Metric, Min, Std, Sum, all_gather_lists, device_name, faults, token_means
+from lib.reward.scores import SHADOW, is_number
 from lib.rollout import truncated_rows
 
 Value = TypeVar("Value")
@@ -210,3 +209,118 @@ def mismatch_metrics(
         "training/rollout_probs_diff_max": Max(prob_diff.where(mask, -math.inf).amax()),
         "rollout/ratio_min": Min(ratio.where(mask, math.inf).amin()),
     }
+
+
+# ---- checks of a batch after the update ---------------------------------------------------------
+
+CLOSE = 1e-3  # relative: float32 sums of a row differ by some 1e-6
+
+
+def batch_faults(batch: DataProto) -> dict[str, Metric]:
+    """Metrics faults/<name>, as in lib/model/update_checks.py: what holds for the rows of every healthy step.
+
+    This rank must have all rows of each uid. Reads most columns of lib/columns.py."""
+    t = batch.batch
+    sampled, loss_mask, valid = (t[name].bool() for name in ("response_mask", "loss_mask", "valid_mask"))
+    T = sampled.shape[1]
+    attended = t["attention_mask"].bool()
+    given = attended[:, -T:]
+    reasons = batch.non_tensor_batch["finish_reason"]
+    stopped = torch.tensor([reason == "stop" for reason in reasons], device=given.device) & sampled.any(1)
+    found = {
+        "mask_outside_response": (sampled & ~given).sum() + (loss_mask & ~sampled).sum(),
+        "end_not_trained": (stopped & ~sampled.gather(1, given.sum(1, keepdim=True).clamp(min=1) - 1)[:, 0]).sum(),
+    }
+    if (places := t["position_ids"]).ndim == 2:  # not mrope
+        jumps = (places.diff(dim=1) != 1) & (places[:, 1:] != 0)  # a segment of several turns begins at 0
+        found["positions"] = (jumps & attended[:, 1:] & attended[:, :-1]).sum()
+
+    _, first, number = np.unique(batch.non_tensor_batch["uid"].astype(str), return_index=True, return_inverse=True)
+    lead = torch.from_numpy(first[number]).to(given.device)  # (B,) the first row of the row's group
+    group = torch.from_numpy(number).to(given.device)
+    found["group_of_two_prompts"] = (t["prompts"] != t["prompts"][lead]).any(1).sum()
+    ids = t["group"]
+    found["group_ids"] = (ids != ids[lead]).sum() + (len(ids.unique()) != len(first))
+
+    advantage, alive = masked_mean(t["advantages"], valid, dim=1), valid.any(1)  # (B,)
+    totals = torch.zeros(len(first), dtype=torch.float64, device=given.device)
+    of_rows = advantage, advantage.abs(), torch.ones_like(alive), alive
+    total, sizes, rows, live = (totals.index_add(0, group, x.double()) for x in of_rows)
+    # Estimators whose advantages add up to 0 in whole groups can tell. Two groups, for one may do so by chance; and the
+    # same for all tokens of a row, for credit for turns may be 0 in groups of single turns.
+    large, whole = total.abs() > CLOSE * advantage.abs().max(), (live == rows) & (sizes > 0)
+    tells = (whole.sum() > 1) & ~(large & whole).any()
+    tells &= ((t["advantages"] - advantage[:, None]).abs().where(valid, 0) <= CLOSE * advantage.abs().max()).all()
+    found["dead_rows_count"] = (tells & large & (live > 1)).sum() + (~alive & (t["advantages"] != 0).any(1)).sum()
+
+    if "values" in t:  # whatever gamma and lambda are, the return of the last token is its reward
+        last = (valid * torch.arange(T, device=valid.device)).argmax(1, keepdim=True)
+        off = (t["returns"] - t["token_level_rewards"]).abs().where(valid, 0).gather(1, last)[:, 0]
+        found["returns_without_reward"] = (stopped & alive & (off > CLOSE * (1 + t["values"].abs().amax(1)))).sum()
+    if "ref_log_prob" in t and "old_log_probs" in t:
+        penalty, far = t["token_level_scores"] - t["token_level_rewards"], t["old_log_probs"] - t["ref_log_prob"]
+        paid = -penalty * far  # k1: never above 0; of k2 and k3, whose far may be below 0, the penalty never is
+        found["kl_is_paid"] = (masked_sum(paid, valid) > 0) & (masked_sum(penalty, valid) < 0)
+        found["kl_is_paid"] &= masked_mean(far.abs(), valid) > CLOSE**2
+    return faults(found)
+
+
+# ---- how fast a step was ------------------------------------------------------------------------
+
+PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H800": 989,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H20": 148,
+    "B200": 2250,
+    "A100": 312,
+    "A800": 312,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX 4090$": 165,
+}
+"""TFLOP/s of dense bf16 matrix products with sums in fp32, by NVIDIA's data sheets (half of what they give "with
+sparsity"), for words in the device's name; the first that is found counts."""
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Of a GPU; None for a CPU, and for a GPU that is not in the table."""
+    if device.type == "cpu":
+        return None
+    name = device_name(device)
+    return next((peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}(?!\w)", name)), None)
+
+
+def throughput_metrics(metrics: Mapping[str, float], n_devices: int, peak: float | None = None) -> dict[str, float]:
+    """Throughput, from a step's times, tokens and FLOPs over all ranks.
+
+    - perf/idle: the share of the step in which ranks wait: for scores, for asynchronous rollouts, and in the update for
+      the rank with most to compute (perf/imbalance)
+    - perf/mfu: the update's model FLOPs (lib/model/flops.py) over its time, as a share of `peak` (TFLOP/s of a device)
+    - timing_per_token_ms/<stage>: per token of the trained rows; for the rollout, per token of the responses
+    """
+    seconds, tokens = metrics["timing_s/step"], metrics["training/tokens"]
+    update = metrics.get("timing_s/update", 0.0)
+    waits = metrics.get("timing_s/reward", 0.0)
+    if "perf/requests_resampled" in metrics:  # servers sample
+        waits += metrics.get("timing_s/rollout", 0.0)
+    waits += update * (1 - 1 / metrics.get("perf/imbalance", 1.0))
+    speed = {
+        "perf/idle": waits / seconds,
+        "perf/time_per_step": seconds,
+        "perf/tokens_per_s": tokens / seconds,
+        "perf/tokens_per_s_per_device": tokens / seconds / n_devices,
+    }
+    responses, prompts = (metrics.get(f"training/{part}_tokens", 0.0) for part in ("response", "prompt"))
+    for stage in ("rollout", "log_probs", "advantages", "update"):
+        if responses and (spent := metrics.get(f"timing_s/{stage}")) is not None:
+            own = responses + (stage != "rollout") * prompts
+            speed[f"timing_per_token_ms/{stage}"] = 1000 * spent / own
+    if peak and update and "perf/update_tflops" in metrics:
+        speed["perf/mfu"] = metrics["perf/update_tflops"] / update / n_devices / peak
+    return speed

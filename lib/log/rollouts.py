@@ -4,8 +4,14 @@
 
 A rank keeps rows that it trained on, so nothing is gathered. A thread writes them while training goes on, under
 another name until the file is whole.
+
+Samples as text: the rows of samples.jsonl, what the model read, the turns of an episode. Small copies of the images of
+prompts: images/<row's hash>-<number>.jpg in the run's folder, each written once. Prompts of equal text may differ in
+their images and in the right answer, so the hash is over all of a row.
 """
 
+import hashlib
+import io
 import itertools
 import json
 from collections import defaultdict
@@ -15,16 +21,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.cli.secrets import private
+from lib.cli.secrets import private, private_folder, write_private
 from lib.columns import COLUMNS
 from lib.data_proto import DataProto
 from lib.distributed import World
-from lib.log.disk import free_space
-from lib.log.prompt_images import keep_images, row_hashes
-from lib.log.samples import prompt_texts, turns_of
+from lib.log.disk import free_space, writes_to
 
 Outputs = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 """(rows (b,), log_probs (b, T), entropy (b, T)) of each micro-batch of an update, in their order"""
@@ -77,7 +82,7 @@ def write_rollouts(file: Path, step: int, batch: DataProto, tokenizer: PreTraine
     """Writes the rows of a trained batch on the CPU. Raises InputError if the file cannot be written.
 
     - step, group (the uid), sample (its number in the group, from 0)
-    - row_hash of the row of the data, images (names of files in images/): lib/log/prompt_images.py
+    - row_hash of the row of the data, images (names of files in images/): keep_images
     - prompt (the messages' text), response (with special tokens), ground_truth (JSON if it is not a string)
     - tokens (the text of each response token: `token_texts`)
     - columns of the batch that lib/columns.py copies: masks, log-probs, entropy, advantages, values, weight_versions
@@ -205,3 +210,111 @@ def _in_context(decode, ids: list[int], text: str) -> list[str]:
         if added:
             done, start, end = done + len(added), end, i + 1
     return texts
+
+
+# ---- samples as text ----------------------------------------------------------------------------
+
+OF_SOME = ("images", "tool_errors", "tool_rewards")  # lists that not every sample has
+
+
+def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a scored batch for `Tracker.samples`: prompts and responses with their special tokens.
+
+    A row with images has their names in run_dir/images, where they are written. A multi-turn episode also has how
+    it ended, its turns (`turns_of`) and the errors of its tools."""
+    tensors = {name: tensor.cpu() for name, tensor in batch.batch.items()}
+    scores, responses = tensors["token_level_scores"].sum(1).tolist(), tensors["responses"]
+    scored = tensors["response_mask"].any(1).tolist()
+    attended = tensors["attention_mask"][:, -responses.shape[1] :].bool()
+    hashes, images = row_hashes(batch), keep_images(run_dir, batch)
+    prompts, rows = prompt_texts(batch, tokenizer), []
+    for i, own in enumerate(attended):
+        row = {name: column[i] for name, column in batch.non_tensor_batch.items()}
+        shown = {
+            "index": row.get("index"),
+            "data_source": row["data_source"],
+            "row_hash": hashes[i],
+            "prompt": prompts[i],
+            "response": tokenizer.decode(responses[i][own]),
+            "score": scores[i] if scored[i] else None,
+            "ground_truth": row["reward_model"]["ground_truth"],
+        }
+        if "turn_rewards" in tensors:
+            sampled, rewards = tensors["response_mask"][i][own], tensors["turn_rewards"][i][own]
+            turns = turns_of(responses[i][own], sampled, rewards, tokenizer)
+            shown |= {"finish_reason": row["finish_reason"], "turns": turns}
+        lists = images[i], row.get("tool_errors"), row.get("tool_rewards")
+        shown |= {key: value for key, value in zip(OF_SOME, lists) if value}
+        rows.append(shown)
+    return rows
+
+
+def prompt_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the model read before each response, with special tokens; an image is one placeholder."""
+    prompts, columns = batch.batch["prompts"], batch.non_tensor_batch
+    attended = batch.batch["attention_mask"][:, : prompts.shape[1]].bool()
+    media = columns.get("multi_modal_data", [None] * len(prompts))
+    with_media = "raw_prompt_ids" in columns  # these have one placeholder for each image
+    texts = []
+    for i, prompt in enumerate(prompts):
+        ids = columns["raw_prompt_ids"][i] if media[i] and with_media else prompt[attended[i]]
+        texts.append(tokenizer.decode(ids))
+    return texts
+
+
+def turns_of(response, sampled, rewards, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Splits one row's response, without padding, into what the policy wrote (`sampled` is 1) and what it was given.
+    reward: what the turn got besides the score."""
+    lengths = sampled.unique_consecutive(return_counts=True)[1].tolist()
+    turns = []
+    columns = (column.split(lengths) for column in (response, sampled, rewards))
+    for ids, mask, given in zip(*columns):
+        by, text = "policy" if mask[0] else "environment", tokenizer.decode(ids)
+        turns.append({"by": by, "text": text, "tokens": len(ids), "reward": float(given.sum())})
+    return turns
+
+
+# ---- small copies of images ---------------------------------------------------------------------
+
+SIDE = 320  # pixels; the run page shows at most 512 (tools/page/samples.py)
+
+
+def row_hashes(batch: DataProto) -> list[str]:
+    """For each row the digest of its data source, messages, images and ground truth."""
+    rows, hashes = batch.non_tensor_batch, batch.batch.get("multi_modal_hash", None)
+    of_images = [0] * len(batch) if hashes is None else hashes.tolist()
+    parts = zip(rows["data_source"], rows["raw_prompt"], rows["reward_model"], of_images)
+    return [hashlib.sha256(json.dumps(row, default=str).encode()).hexdigest()[:16] for row in parts]
+
+
+def keep_images(run_folder: Path, batch: DataProto) -> list[list[str] | None]:
+    """Writes the images of the rows' prompts, not those of tools. Returns their names in images/; None for a row
+    without. Raises InputError if an image cannot be written."""
+    rows = batch.non_tensor_batch
+    if "multi_modal_data" not in rows:
+        return [None] * len(batch)
+    names = []
+    for row_hash, messages, media in zip(row_hashes(batch), rows["raw_prompt"], rows["multi_modal_data"]):
+        in_prompt = sum(part.get("type") == "image" for part in _parts(messages))
+        images = media.get("image", [])[:in_prompt]
+        names.append([f"{row_hash}-{i}.jpg" for i in range(len(images))] or None)
+        for name, image in zip(names[-1] or (), images):
+            _keep(run_folder / "images" / name, image)
+    return names
+
+
+def _keep(file: Path, image: Image.Image) -> None:
+    if file.exists():
+        return
+    small, jpeg = image.convert("RGB"), io.BytesIO()
+    small.thumbnail((SIDE, SIDE))
+    small.save(jpeg, "JPEG", quality=85)
+    with writes_to(file, "a prompt's image was not written"):
+        file.parent.parent.mkdir(parents=True, exist_ok=True)  # a disk of this node alone does, too
+        private_folder(file.parent)
+        write_private(file, jpeg.getvalue())
+
+
+def _parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    contents = [message.get("content") for message in messages]
+    return [part for content in contents if isinstance(content, list) for part in content]

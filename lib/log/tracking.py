@@ -25,7 +25,7 @@ from lib.distributed import check_number
 from lib.log.alerts import alerts_of_run, alerts_of_step
 from lib.log.disk import writes_to
 from lib.log.metrics import merge_metrics
-from lib.log.samples import OF_SOME, sample_rows
+from lib.log.rollouts import OF_SOME, sample_rows
 from lib.log.trackers import first_line, open_tracker
 
 # what a step's console line shows
@@ -49,7 +49,7 @@ class Tracker:
         resume_step: the step of the loaded checkpoint; 0: trackers start a new run.
         on_gpu: the console shows the speed of a GPU and its MFU, not the speed of all ranks.
 
-    Raises InputError if a tracker is unknown or not installed, or has no login or no network."""
+    Raises InputError if a tracker is not installed, or has no login or no network."""
 
     def __init__(
         self,
@@ -158,7 +158,6 @@ class Tracker:
                 print(f"note: {self.failed[-1]}", flush=True)
 
     def curve(self) -> None:
-        """Draws metrics.jsonl to curve.png."""
         if self.enabled:
             path = self.run_dir / "curve.png"
             with writes_to(path, "the curve was not drawn"):
@@ -166,7 +165,6 @@ class Tracker:
             self.undrawn = False
 
     def notes(self) -> None:
-        """Prints what went wrong in how many steps."""
         if self.enabled:
             alerts = alerts_of_run(_rows(self.run_dir / "metrics.jsonl"))
             for text in (*self.failed, *(alert.text for alert in alerts)):

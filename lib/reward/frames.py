@@ -20,7 +20,7 @@ class Frames:
         return self.socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Raises OSError if the other end is closed, TimeoutError after the socket's own time limit."""
+        """Raises OSError if the other end is closed."""
         self.unsent += HEADER.pack(len(message), crc32(message)) + message
         self.flush()
 

@@ -17,8 +17,6 @@ from lib.reward.frames import Frames
 from lib.reward.scorer import LARGEST_SCORE
 from lib.reward.supervisor import ID, LONGEST_MESSAGE, PRINTED, SECONDS
 
-SILENCE_S = 120.0  # after which a supervisor is given up; by itself it speaks every few seconds
-
 
 class Pool:
     """Runs scorers in `workers` processes. scorers: dicts of load_scorer's arguments, form and name.
@@ -77,24 +75,17 @@ class Pool:
     def _receive(self) -> bytes:
         with self._talking():
             while not self._received:
-                messages = self._frames.receive()
-                self._received += filter(None, messages)
-                if messages:  # the supervisor has imported the scorers, which may take any time
-                    self._frames.socket.settimeout(SILENCE_S)
+                self._received += self._frames.receive()
         return self._received.popleft()
 
     @contextmanager
     def _talking(self):
         try:
             yield
-        except TimeoutError:
-            silent = f"the reward pool's process {self._process.pid} has been silent for {SILENCE_S:g} s"
-            raise RuntimeError(f"{silent}: stopped?") from None
         except (EOFError, OSError) as error:
             raise RuntimeError(f"the reward pool is gone: its process {how_it_ended(self._process.wait())}") from error
 
     def close(self) -> None:
-        """Ends all its processes."""
         self._process.terminate()
         self._process.send_signal(signal.SIGCONT)  # a scorer may have stopped the supervisor
         self._process.wait()

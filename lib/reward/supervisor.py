@@ -2,11 +2,10 @@
 
     trainer --socket--> supervisor --fork, a socket each--> workers
 
-The supervisor is a new interpreter, never a fork of the trainer with its threads and its GPU. It
-imports the scorers and forks the workers, so that it replaces a lost worker in milliseconds. A
-fork keeps no threads and no GPU: scorers start them when called, not when imported. At a task's
-time limit the supervisor kills the worker, its process group and all orphans; orphans and the
-memory limit need Linux. When the trainer ends, the supervisor sees it and ends the workers.
+The supervisor is a new interpreter, never a fork of the trainer with its threads and its GPU. It imports the scorers
+and forks the workers, so that it replaces a lost worker in milliseconds. A fork keeps no threads and no GPU: scorers
+start them when called, not when imported. At a task's time limit the supervisor kills the worker, its process group and
+all orphans. When the trainer ends, the supervisor sees it and ends the workers.
 
 Tasks go out as pickles, answers come back as JSON, both in frames (frames.py). Of the descriptors
 here a scorer reaches only its own worker's socket. What it prints goes through a pipe to a
@@ -19,6 +18,7 @@ import json
 import math
 import os
 import pickle
+import re
 import resource
 import select
 import signal
@@ -33,22 +33,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.cli.secrets import secret_in
+from lib.cli.secrets import private, redact, secret_in
 from lib.reward.frames import Frames
-from lib.reward.printed import MOST_OF_CALL, PrintLog
 from lib.reward.scorer import LONGEST_RESULT, call, checked, load_scorer
 from lib.sandbox import client
 from lib.seeds import seeded, set_seed
 
-LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 0.1  # after the time limit, for faulthandler to say where the scorer hangs
 LONGEST_TRACEBACK = 4000  # characters; its end is kept
 LONGEST_MESSAGE = 2**40  # bytes, between trainer and supervisor
-ALIVE_S = 5.0  # how often a supervisor that has nothing to say says that it is alive
 ID = struct.Struct("!Q")  # a task's id; every task and every answer begins with it
 SECONDS = struct.Struct("!d")  # how long a task took; an answer's, after its id
 PRINTED = ID.pack(2**64 - 1)  # in place of an answer's id: lines for the console
+MOST_OF_CALL = 2**16  # bytes that are kept of what a scorer prints in one call
+LARGEST_FILE = 2**26  # bytes; what is printed later is dropped
+MOST_KINDS, LONGEST_SHOWN = 20, 200  # lines of a scorer on the console, and characters of each
 
 
 # ---- in a worker ----
@@ -80,12 +80,11 @@ def _work(frames: Frames, notes: int, out: int, scorers: list[tuple[Callable, st
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
-    if LINUX:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        data_pages = int(Path("/proc/self/statm").read_text().split()[5])
-        limit = data_pages * resource.getpagesize() + memory_mb * 2**20
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = data_pages * resource.getpagesize() + memory_mb * 2**20
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable(notes)
@@ -100,6 +99,53 @@ def _work(frames: Frames, notes: int, out: int, scorers: list[tuple[Callable, st
 
 
 # ---- in the supervisor ----
+class PrintLog:
+    """What scorers print, in a file; the first line of each kind also goes to the console. It is redacted, and control
+    characters are replaced, so that no terminal obeys them."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.kinds: dict[str, set[str]] = {}  # by scorer
+        self.full = False
+
+    def write(self, step: int, scorer: str, printed: bytes, left_out: int) -> list[str]:
+        """Writes what the scorer has printed. left_out: further bytes, which are counted only. Returns the lines for
+        the console."""
+        if self.full:
+            return []
+        lines = [readable(line) for line in redact(printed.decode(errors="replace")).splitlines()]
+        if left_out:
+            lines.append(f"[{left_out} more bytes in this call are left out]")
+        shown = []
+        if not self.kinds:
+            limit = f"the first line of each kind is shown, at most {MOST_KINDS} of a scorer"
+            shown.append(f"reward: what scorers print is in {self.path}; {limit}")
+        kinds = self.kinds.setdefault(scorer, set())
+        for line in filter(str.strip, lines):
+            kind = re.sub(r"\d+", "0", line)[:LONGEST_SHOWN]
+            if kind not in kinds and len(kinds) < MOST_KINDS:
+                kinds.add(kind)
+                shown.append(f"scorer {scorer}: {line[:LONGEST_SHOWN]}")
+        return shown + self._append("".join(f"step {step} {scorer}: {line}\n" for line in lines))
+
+    def _append(self, text: str) -> list[str]:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with private(self.path).open("ab") as file:
+                if file.tell() < LARGEST_FILE:
+                    file.write(text.encode())
+                why = "" if file.tell() < LARGEST_FILE else f"is full ({LARGEST_FILE >> 20} MiB)"
+        except OSError as error:
+            why = f"cannot be written ({error.strerror})"
+        self.full = bool(why)
+        return [f"reward: {self.path} {why}: what scorers print from now on is dropped"] if why else []
+
+
+def readable(line: str) -> str:
+    line = line.expandtabs(4)
+    return line if line.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in line)
+
+
 @dataclass(eq=False)
 class _Task:
     id: int
@@ -143,11 +189,9 @@ class _Supervisor:
         self.queue: deque[_Task] = deque()
         self.answers: dict[int, bytes] = {}  # answers that the trainer has not asked for yet
         self.wanted: set[int] = set()
-        self.spoke = time.monotonic()  # when it last sent something to the trainer
         self.own_children = _children()  # processes that the scorers' imports started
 
     def serve(self, trainer_pid: int) -> None:
-        self.trainer.send(b"")  # the imports are done
         try:
             while os.getppid() == trainer_pid:  # a child of the trainer may keep the socket open
                 self._hand_out()
@@ -159,8 +203,6 @@ class _Supervisor:
                     else:
                         os.kill(worker.pid, signal.SIGABRT)
                         worker.overdue, worker.deadline = True, now + GRACE_S
-                if self.wanted and now - self.spoke > ALIVE_S:
-                    self._say(b"")
         finally:
             self.own_children = set()
             for worker in list(self.workers):
@@ -202,7 +244,7 @@ class _Supervisor:
     def _answer(self, task_id: int, answer: bytes) -> None:
         if task_id in self.wanted:
             self.wanted.remove(task_id)
-            self._say(ID.pack(task_id) + answer)
+            self.trainer.send(ID.pack(task_id) + answer)
         else:
             self.answers[task_id] = answer
 
@@ -212,7 +254,6 @@ class _Supervisor:
         self._answer(worker.task.id, SECONDS.pack(time.monotonic() - worker.task.began) + answer)
 
     def _hear(self, worker: _Worker) -> None:
-        """Reads what the worker has printed."""
         if worker.out is None:
             return
         with suppress(BlockingIOError):
@@ -231,10 +272,6 @@ class _Supervisor:
             with suppress(OSError):  # the trainer is gone
                 if shown:
                     self.trainer.send(PRINTED + "\n".join(shown).encode())
-
-    def _say(self, message: bytes) -> None:
-        self.trainer.send(message)
-        self.spoke = time.monotonic()
 
     def _hand_out(self) -> None:
         while self.queue:
@@ -359,9 +396,8 @@ def supervise(fd: int, trainer_pid: int) -> None:
             except BaseException as error:  # noqa: BLE001 the user's file may raise anything, shown for each sample
                 function = functools.partial(_raise, error)
             scorers.append((function, scorer["form"]))
-        if LINUX:
-            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one would not see the trainer's end
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # a stopped one would not see the trainer's end
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         trainer.socket.setblocking(False)
         supervisor = _Supervisor(trainer, scorers, setup)

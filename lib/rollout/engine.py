@@ -26,7 +26,7 @@ from lib import InputError
 from lib.columns import COLUMNS, OF_PROMPTS
 from lib.core_algos import splitmix64
 from lib.data import pad_rows
-from lib.data.special_tokens import end_of_turn
+from lib.data.chat_template import end_of_turn
 from lib.data.vision import Media
 from lib.data_proto import DataProto
 from lib.distributed import Metric, all_reduce_max

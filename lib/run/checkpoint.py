@@ -79,7 +79,7 @@ def save_checkpoint(
 
     Args (rank 0's trainer_state, batches and config are written):
         models: by name ("actor", "critic"), each with its optimizer or None.
-        trainer_state: values that JSON holds exactly (lib/run/state.py).
+        trainer_state: values that JSON holds exactly (lib/run/run.py).
         batches: by name, rows that the next step needs, the same on all ranks.
         config: what a resume compares with its own (lib/run/run_config.py).
 
@@ -383,8 +383,7 @@ def saved_step(checkpoint: Path) -> int:
     step = json.loads((checkpoint / "trainer.json").read_text())["step"]
     named = checkpoint.name.removeprefix("step_")
     if named.isdecimal() and int(named) != step:
-        advice = f"rename it to step_{step:06d}, or move it out of the run"
-        raise InputError(f"{checkpoint} holds step {step}: {advice}")
+        raise InputError(f"{checkpoint} holds step {step}: rename it to step_{step:06d}, or move it out of the run")
     return step
 
 

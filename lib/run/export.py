@@ -65,7 +65,8 @@ def _export_to(tmp: Path, model, processor, dtype: torch.dtype | None, max_shard
 
 def layers(weights: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
     """Groups (name, ...) of neighbouring weights by decoder layer: transformers may convert experts together."""
-    for _, layer in groupby(weights, lambda weight: _layer(weight[0])):
+    # the path of the decoder layer that the weight is in, or else of its module
+    for _, layer in groupby(weights, lambda weight: re.match(r".*?\.\d+\.|.*\.|", weight[0])[0]):  # type: ignore[index]
         yield list(layer)
 
 
@@ -79,12 +80,6 @@ def _shards(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
             shard.clear()
         shard |= layer
     yield shard
-
-
-def _layer(name: str) -> str:
-    """The path of the decoder layer that the weight is in, or else of its module."""
-    layer = re.match(r".*?\.\d+\.", name)
-    return layer[0] if layer else name.rpartition(".")[0]
 
 
 def write_model(

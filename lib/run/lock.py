@@ -28,17 +28,14 @@ def take_lock(folder: Path, flag: str = "--run-name") -> TextIO:
     end = time.monotonic() + PATIENCE_S
     while not _is_taken(lock):
         if time.monotonic() >= end:
+            lock.seek(0)
             raise InputError(
-                f"{folder} is in use by {_holder(lock) or 'another process'}: end that run first, or give another "
+                f"{folder} is in use by {lock.read() or 'another process'}: end that run first, or give another "
                 f"{flag} (if its host is gone for good, delete {lock.name})"
             )
         time.sleep(0.1)
-    host = socket.gethostname()
-    left = _holder(lock)
-    if left and f" on {host} since " not in left:  # in some file systems locks do not reach other hosts
-        print(f"{folder} was left open by {left}: make sure that it has ended", flush=True)
     lock.truncate(0)
-    lock.write(f"pid {os.getpid()} on {host} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    lock.write(f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
     lock.flush()
     os.fsync(lock.fileno())  # for readers on other hosts
     return lock
@@ -53,8 +50,3 @@ def _is_taken(lock: TextIO) -> bool:
         why = f"no file locks here ({error.strerror})"
         print(f"{lock.name}: {why}, so a second run is not prevented", flush=True)
     return True
-
-
-def _holder(lock: TextIO) -> str:
-    lock.seek(0)
-    return lock.read()

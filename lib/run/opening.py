@@ -1,34 +1,42 @@
-"""The start of a run: locks its folder, finds its checkpoint, compares the flags, opens the logs."""
+"""The start of a run: locks its folder, finds its checkpoint, compares the flags, opens the logs, records what runs."""
 
+import json
 import os
+import platform
 import secrets
 import shlex
+import shutil
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from lib import InputError, distributed
+from lib import InputError, distributed, launched_ranks
 from lib.args import ScriptArgs, check_model_path
 from lib.cli.flags import Names, as_flag, changed_flags, marked
+from lib.cli.secrets import private, redact, redact_values
 from lib.data import local_copy
-from lib.distributed import World
+from lib.distributed import World, device_names
 from lib.log.disk import writes_to
 from lib.log.tracking import Tracker
 from lib.rollout import Recorder, Replayer, check_recorded
 from lib.run import run_config
 from lib.run.checkpoint import saved_step
 from lib.run.lock import LOCK, take_lock
-from lib.run.provenance import write_start
 from lib.run.resume import find_checkpoint, has_steps, own_path
 from lib.run.run import RECORDED_BY, Run, write_json
 from lib.run.run_config import read_json
 
 MOST_LINES = 40  # of the code's changes, on the screen
+MOST_UNTRACKED = 50  # names of files
+GIT_S = 30.0
 
 
 def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str, Any] | None = None) -> Run:
@@ -67,7 +75,7 @@ def open_run(args: ScriptArgs, world: World, script: str, effective: Mapping[str
         run.recorder = Replayer(Path(args.run.replay), world)
     if world.rank == 0 and world.device.type != "cpu" and run.peak_tflops is None:
         device = distributed.device_name(world.device)
-        print(f"no MFU: lib/log/throughput.py has no peak of {device}", flush=True)
+        print(f"no MFU: lib/log/metrics.py has no peak of {device}", flush=True)
     distributed.note_waits_in(folder / "waits.txt")
     return run
 
@@ -119,7 +127,8 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
     if checkpoint is not None:
         step, changes = saved_step(checkpoint), run_config.code_changes(checkpoint, code)
         if changes:
-            print(f"the code has changed since {checkpoint}:\n{_beginning(changes)}", flush=True)
+            first = "\n".join(changes.splitlines()[:MOST_LINES])
+            print(f"the code has changed since {checkpoint}:\n{first}", flush=True)
         changed = run_config.compare(checkpoint, run.config, args, overrides)
     if args.run.replay:
         run_config.compare_recording(Path(args.run.replay), run.config, args)
@@ -165,22 +174,80 @@ def _open(run: Run, args: ScriptArgs, script: Path, effective: Mapping[str, Any]
     return checkpoint, step, new_data
 
 
-def _beginning(text: str) -> str:
-    lines = text.splitlines()
-    if len(lines) > MOST_LINES:
-        lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} lines more"]
-    return "\n".join(lines)
-
-
 def _next_number(folder: Path) -> Path:
     numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
     return folder / str(max(numbers, default=0) + 1)
 
 
 def typed_command() -> str:
-    """The command that was typed to start this process, with its launcher."""
     if launcher := os.environ.get("PLAINRL_LAUNCHER"):  # tools/launch/one_node.sh, whose torchrun starts `python -u`
         return f"{launcher} {shlex.join(sys.orig_argv[2:])}"
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, or accelerate's launcher
         return shlex.join(psutil.Process(os.getppid()).cmdline())
     return shlex.join(sys.orig_argv)
+
+
+# ---- what ran -----------------------------------------------------------------------------------
+
+
+def write_start(
+    folder: Path, code: Mapping[str, Path], command: str, flags: Mapping[str, list], changes: str = ""
+) -> None:
+    """Makes the folder with the code (`code_files`), start.json, diff.patch (the checkout against its commit) and
+    changes.patch (`code_changes`). flags: `changed_flags`."""
+    folder.mkdir(parents=True)
+    for name, path in code.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(path, folder / name)
+    if changes:
+        private(folder / "changes.patch").write_text(changes)
+    checkout = next(iter(code.values())).parent  # of the script
+    commit = _commit(checkout)
+    untracked = _git(checkout, "ls-files", "-z", "--others", "--exclude-standard", ":/") if commit else ""
+    start = {
+        "command": redact(command),
+        "flags": redact_values(flags),
+        "machine": _machine(),
+        "commit": commit,
+        "lib_commit": _lib_commit(),  # a copy of a script may be in another repository
+        "untracked": (untracked or "").split("\0")[:-1][:MOST_UNTRACKED],
+        "python": platform.python_version(),
+        # the first on the path is what is imported
+        "packages": {package.name: package.version for package in reversed([*distributions()])},
+    }
+    (folder / "start.json").write_text(json.dumps(start, indent=1, sort_keys=True) + "\n")
+    diff = _git(checkout, "diff", "--no-ext-diff", "--binary", "HEAD") if commit else ""
+    if diff != "":
+        text = f"git diff failed, or took longer than {GIT_S:.0f} s\n" if diff is None else redact(diff)
+        private(folder / "diff.patch").write_text(text, errors="surrogateescape")
+
+
+def _machine() -> str:
+    gpus = Counter(device_names())
+    parts = [f"{os.cpu_count()} CPU cores", *(f"{number} x {name}" for name, number in gpus.items())]
+    if (ranks := launched_ranks()) > 1:
+        parts.append(f"{ranks} ranks")
+    return f"{platform.node()}: {', '.join(parts)}"
+
+
+def _commit(folder: Path) -> str | None:
+    """None: no git, or not a checkout."""
+    found = _git(folder, "rev-parse", "HEAD")
+    return found.strip() if found else None
+
+
+def _lib_commit() -> str | None:
+    """The commit of lib/. A wheel has it in a file: its folder may be in another project's checkout."""
+    file = Path(__file__).parents[2] / "COMMIT"
+    return file.read_text() or None if file.exists() else _commit(file.parent)
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git prints; None if there is no git, it fails, or it takes too long."""
+    command = ["git", "-C", str(folder), "-c", "core.quotePath=false", *words]
+    env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, timeout=GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="surrogateescape")

@@ -5,7 +5,7 @@
     starts/1/      for each start, the code, what in it changed, git commit and diff, packages, command line, machine
     checkpoints/   step_000020, ...: the state of the run. Each holds the config.json of its time
     rollouts/      training samples (lib/log/rollouts.py)
-    images/        small copies of the images in prompts (lib/log/prompt_images.py)
+    images/        small copies of the images in prompts (lib/log/rollouts.py)
     val_only/1/    what --val-only writes
     profile/       what --profile-steps writes
     waits.txt      which rank waited for which (lib/distributed/watchdog.py), if one had to for long
@@ -14,6 +14,7 @@
 A kill at any moment leaves the run at its newest checkpoint: every start removes the rows of later steps.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -27,19 +28,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lib import InputError, distributed
 from lib.args import RunArgs, ValidationArgs
 from lib.cli.secrets import write_private
 from lib.data_proto import DataProto
-from lib.distributed import Metric, World
+from lib.distributed import Metric, World, all_gather_lists
 from lib.log.alerts import DROPPED
 from lib.log.disk import writes_to
-from lib.log.metrics import merge_metrics
+from lib.log.metrics import merge_metrics, peak_tflops, throughput_metrics
 from lib.log.profiling import Profiler
 from lib.log.rollouts import Outputs, add_outputs, kept_rows, rollout_file, taken_out, write_rollouts
-from lib.log.throughput import peak_tflops, throughput_metrics
 from lib.log.tracking import Tracker
 from lib.model import TrainedModel
 from lib.rollout import NoRecorder, check_mismatch, forget_after
@@ -47,7 +48,6 @@ from lib.run import checkpoint as checkpoints
 from lib.run.export import export_hf
 from lib.run.goals import Goals
 from lib.run.resume import cut_logs
-from lib.run.state import check_state, states_of, with_loss_scales
 
 WRITER_S = 5  # how long a run that fails waits for the samples of its last step
 RECORDED_BY = "recorded_by"  # the key in a recording's config.json of the folder of its run
@@ -105,7 +105,7 @@ class Run:
             if self.new_data:
                 started = {key: value for key, value in state["loader"].items() if key == "last_started"}
                 state["loader"] = started | {"position": 0}
-            for name, part in with_loss_scales(stateful, models).items():
+            for name, part in _with_loss_scales(stateful, models).items():
                 part.load_state_dict(state[name])
         self.best = distributed.on_first_rank(lambda: self._begin(state.get("best")))
         return batches
@@ -196,7 +196,7 @@ class Run:
         if not is_due and step != self.step + 1:
             return
         batches = dict(batches or {})
-        found = states_of(with_loss_scales(stateful, models), batches)
+        found = states_of(_with_loss_scales(stateful, models), batches)
         check_state(found, batches)
         if not is_due:
             return
@@ -307,7 +307,6 @@ class Run:
         return distributed.on_first_rank(lambda: self._goals.better(self.best, step, self._metrics_of(step)))
 
     def _metrics_of(self, step: int) -> dict[str, float]:
-        """What rank 0 has logged for the step."""
         logged, metrics = self.tracker.latest
         return metrics if logged == step else {}
 
@@ -344,5 +343,77 @@ def _of_checkpoint(models: Models) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Writes the file whole or not at all, for its owner alone."""
     write_private(file, (json.dumps(value, indent=1) + "\n").encode())
+
+
+# ---- what a script keeps between steps, besides models ------------------------------------------
+
+
+def _with_loss_scales(stateful: Mapping[str, Any], models: Mapping[str, TrainedModel]) -> dict[str, Any]:
+    scales = {f"{name}_loss_scale": model.loss_scale for name, model in models.items()}
+    return dict(stateful) | {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def states_of(stateful: Mapping[str, Any], batches: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The state of each object. Raises InputError for an object without one, or a name that cannot be saved."""
+    for name in (*stateful, *batches):
+        if "." in name or name in ("step", "best"):
+            raise InputError(f"run.save: {name!r} cannot be the name of a state: give another, without a dot")
+    states = {}
+    for name, part in stateful.items():
+        for method in ("state_dict", "load_state_dict"):
+            if not hasattr(part, method):
+                raise InputError(f"stateful[{name!r}], a {type(part).__name__}, has no {method}()")
+        states[name] = part.state_dict()
+        if not isinstance(states[name], dict) or not all(isinstance(key, str) for key in states[name]):
+            raise InputError(f"stateful[{name!r}]: state_dict() must return a dict with text as keys")
+    return states
+
+
+def check_state(states: Mapping[str, Mapping[str, Any]], batches: Mapping[str, DataProto]) -> None:
+    """Raises InputError, on all ranks, for state that a script would not get back: values that JSON changes,
+    and values that differ between ranks, since rank 0's are saved. A collective.
+
+    states: by name, each from a state_dict()."""
+    kept: dict[str, Any] = {f"batches[{name!r}]": rows for name, rows in batches.items()}
+    for name, state in states.items():
+        kept |= {f"stateful[{name!r}]: {key}": value for key, value in state.items()}
+    found = {what: inexact(value, what) or _digest(value) for what, value in kept.items()}
+    ranks = all_gather_lists([found])
+    for what in dict.fromkeys(what for of_rank in ranks for what in of_rank):
+        of_ranks = [of_rank.get(what) for of_rank in ranks]
+        if why := next((text for text in of_ranks if text and text.startswith(what)), None):
+            raise InputError(why)
+        if other := [str(rank) for rank, digest in enumerate(of_ranks) if digest != of_ranks[0]]:
+            raise InputError(
+                f"{what} is another on rank {', '.join(other)} than on rank 0, whose state is saved: "
+                "keep the same on all ranks (sum or gather over ranks)"
+            )
+
+
+def inexact(value: Any, where: str) -> str | None:
+    """Why the value at `where` would come back from JSON as something else; None if it would not."""
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        if kinds := sorted({type(key).__name__ for key in value if not isinstance(key, str)}):
+            return f"{where} has {kinds[0]} keys; JSON needs text"
+        inner = ((f"{where}.{key}", part) for key, part in value.items())
+    elif isinstance(value, list):
+        inner = ((f"{where}[{i}]", part) for i, part in enumerate(value))
+    elif not isinstance(value, str | int | float | None | DataProto):
+        return f"{where} is a {type(value).__name__}; JSON needs numbers, text, lists and dicts"
+    elif value != value:
+        return f"{where} is nan, which equals nothing after a resume"
+    return next(filter(None, (inexact(part, there) for there, part in inner)), None)
+
+
+def _digest(value: Any) -> str:
+    digest = hashlib.sha256()
+    if isinstance(value, DataProto):
+        for name, rows in sorted(value.batch.items() if value.batch is not None else ()):
+            digest.update(f"{name} {rows.dtype} {[*rows.shape]}".encode())
+            digest.update(rows.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        columns = value.non_tensor_batch.items()
+        value = {name: [x for x in rows if isinstance(x, str | int)] for name, rows in columns}
+    digest.update(json.dumps(value, sort_keys=True).encode())
+    return digest.hexdigest()

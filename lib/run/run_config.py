@@ -196,16 +196,10 @@ def _never(flag: str, now: dict[str, Any]) -> str | None:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any], flags: Collection[str]) -> dict[str, list[str]]:
-    """{flag: how it, or what its files hold, differs}, of the flags that do."""
-    found = {flag: _differences(flag, before, now) for flag in now if flag in flags}
-    return {flag: texts for flag, texts in found.items() if texts}
-
-
-def _differences(flag: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A text for the flag, or for each of its settings, whose value or contents differ."""
-    texts = []
-    was, is_now = _flat({flag: before[flag]}), _flat({flag: now[flag]})
-    for name in was | is_now:
+    """{flag: how it, or what its files hold, differs, for each of its settings}, of the flags that do."""
+    changed: dict[str, list[str]] = {}
+    was, is_now = _flat(before), _flat(now)
+    for name in (name for name in is_now | was if name.partition(".")[0] in flags):
         values: Any = was.get(name), is_now.get(name)
         digests = [(config.get("contents") or {}).get(name) for config in (before, now)]
         if name == "rollout_engine" and all(re.fullmatch("vllm|.*://.*", engine) for engine in values):
@@ -213,11 +207,13 @@ def _differences(flag: str, before: dict[str, Any], now: dict[str, Any]) -> list
         if all(digests) and digests[0] == digests[1]:
             continue  # the same files, perhaps at another place
         if values[0] != values[1]:
-            texts.append(f"{_flag(name)} was {values[0]}, is {values[1]}")
+            text = f"{_flag(name)} was {values[0]}, is {values[1]}"
         elif all(digests):
-            kind = "code" if name == "script" else "data"
-            texts.append(f"{_flag(name)} {values[1]} holds other {kind}")
-    return texts
+            text = f"{_flag(name)} {values[1]} holds other {'code' if name == 'script' else 'data'}"
+        else:
+            continue
+        changed.setdefault(name.partition(".")[0], []).append(text)
+    return changed
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

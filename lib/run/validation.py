@@ -17,7 +17,7 @@ from lib.data import PromptDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import all_gather_lists, broadcast, enter_stage, timed
 from lib.log.metrics import merge_metrics
-from lib.log.samples import sample_rows
+from lib.log.rollouts import sample_rows
 from lib.log.tracking import Tracker
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
@@ -27,17 +27,10 @@ from lib.seeds import seeded
 SHOWN = 3  # samples that a run prints at its end; samples.jsonl has all
 
 
-def pass_at_k(n: np.ndarray | int, c: np.ndarray | int, k: int) -> np.ndarray:
-    """The chance that k of n samples, drawn without replacement, contain one of the c right ones.
-
-    n and c broadcast. 1 - C(n-c, k) / C(n, k), arXiv:2107.03374, eq. 1, as a product without large numbers."""
-    n, c = np.broadcast_arrays(np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.int64))
-    if k < 1 or np.any(n < k) or np.any(c < 0) or np.any(c > n):
-        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got k={k}, n={n}, c={c}")
-    none_right = np.ones(n.shape)
-    for drawn in range(k):
-        none_right *= (n - c - drawn) / (n - drawn)
-    return 1.0 - none_right
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that k of n samples, drawn without replacement, contain one of the c right ones: arXiv:2107.03374,
+    eq. 1."""
+    return 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int = 2000) -> float:
@@ -46,11 +39,7 @@ def maj_at_k(preds: Sequence, scores: Sequence[float], k: int, max_subsets: int 
     Exact over all C(n, k) subsets up to `max_subsets`, else the mean of that many seeded draws. An answer's score
     is the mean of its samples in the subset; a tie gives the mean of the tied answers. A sample without an answer
     (None or "") has no vote. A subset without any vote gives the mean of its scores."""
-    n = len(preds)
-    if not 1 <= k <= n or len(scores) != n:
-        given = f"k={k}, {n} preds, {len(scores)} scores"
-        raise ValueError(f"maj@k needs 1 <= k <= n and n scores, got {given}")
-    drawn = _subsets(n, k, max_subsets)  # (S, n), 1 = in the subset
+    drawn = _subsets(len(preds), k, max_subsets)  # (S, n), 1 = in the subset
     values = np.asarray(scores, dtype=float)
     majority = drawn @ values / k  # (S,)
     answers: list = []  # compared by ==: an answer may be a list
@@ -81,8 +70,6 @@ def _subsets(n: int, k: int, max_subsets: int) -> np.ndarray:
 def best_at_k(values: Sequence[float], k: int) -> float:
     """Expected maximum of k of n values: Σ_j x_j·C(j − 1, k − 1) / C(n, k) of sorted x."""
     n = len(values)
-    if not 1 <= k <= n:
-        raise ValueError(f"best@k needs 1 <= k <= n, got k={k}, n={n}")
     return float(np.dot(np.sort(values), [comb(below, k - 1) / comb(n, k) for below in range(n)]))
 
 

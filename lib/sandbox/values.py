@@ -89,7 +89,6 @@ def has_nan(packed) -> bool:
 
 
 def unpack(value, deref):
-    """The inverse of pack."""
     if isinstance(value, list):
         return [unpack(item, deref) for item in value]
     if not isinstance(value, dict):
@@ -114,7 +113,6 @@ def unpack(value, deref):
 
 # ---- the program's side ----
 def load(program: str, name: str, prelude: str = "") -> None:
-    """Runs the program as module `name`."""
     module = sys.modules[name] = types.ModuleType(name)
     exec(prelude, module.__dict__)
     exec(compile(program, f"<{name}>", "exec"), module.__dict__)

@@ -14,17 +14,10 @@ from lib.args.data import columns_of
 from lib.args.run import Epochs
 from lib.cli.flags import parse_json, with_line_breaks
 from lib.cli.process import accept_sandbox
-from lib.data import (
-    PromptDataset,
-    RLHFDataset,
-    check_template_kwargs,
-    end_of_turn,
-    load_dataset_class,
-    local_copy,
-    set_chat_template,
-)
+from lib.data import PromptDataset, RLHFDataset, load_dataset_class, local_copy
+from lib.data.chat_template import check_template_kwargs, end_of_turn, set_chat_template
 from lib.data.vision import Vision
-from lib.reward.scorers import Scorer, check_keywords, load_scorers
+from lib.reward.scorer import Scorer, check_keywords, load_scorers
 from lib.rollout import check_capabilities, check_engine_import
 from lib.run.goals import check_names
 

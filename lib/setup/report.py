@@ -3,7 +3,8 @@ planner."""
 
 from typing import Any
 
-from lib.args import ROOT, ScriptArgs, Sizes, least_micro_batch, training_ranks
+from lib.args import ROOT, ScriptArgs, Sizes, training_ranks
+from lib.args.checks import least_micro_batch
 from lib.distributed import World, advise_out_of_memory, on_first_rank
 from lib.setup.inputs import Inputs
 from lib.setup.needs import has_estimate, least_memory

@@ -9,9 +9,8 @@ import torch
 from lib.args import PromptSampling, ScriptArgs, Sizes, engine_rows
 from lib.data import make_loader
 from lib.model import Policy
-from lib.reward.manager import RewardManager
-from lib.reward.scorers import Scorer
-from lib.reward.scores import RewardModel, Rewards
+from lib.reward.scorer import Scorer
+from lib.reward.scores import RewardManager, RewardModel, Rewards
 from lib.rollout import Rollouts, make_engine
 from lib.run import Run, Validation
 from lib.setup.inputs import Inputs

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 import dapo
 import grpo
 from lib import InputError
-from lib.args import check_engine, check_model_path, check_output_dir, check_read
+from lib.args import check_model_path, check_read
+from lib.args.groups import check_engine
 from lib.cli.flags import (
+    OFTEN,
     OTHER_NAMES,
     Names,
     OnReplay,
@@ -27,8 +29,7 @@ from lib.cli.flags import (
     threads_of_environment,
     walk,
 )
-from lib.cli.help import OFTEN
-from lib.cli.yaml_files import LARGEST, read_yaml
+from lib.cli.yaml_files import read_yaml
 from tests.common import PYTHON, ROOT, SMALL, TORCHRUN, TOY_MODEL, environment, fork, launch, ran, with_slow
 
 # of a script and lists of flags: [exit code, stderr, whether torch was imported] of each
@@ -86,10 +87,8 @@ BAD_FLAGS = {  # what the message says, by flags
     ],
     "NaN is no finite number": ["--reward-kwargs", '{"x": NaN}'],
     "1e999 is no finite number": ["--reward-kwargs", '{"x": 1e999}'],
-    "--reward-kwargs: nested too deeply": ["--reward-kwargs", "[" * 100_000],
     "--freeze model.(: not a regular expression": ["--freeze", "model.("],
     "--lora-target-modules *_proj: not a regular expression": ["--lora-rank", "4", "--lora-target-modules", "*_proj"],
-    "--output-dir README.md: README.md is not a folder": ["--output-dir", "README.md"],
     "at --val-temperature 0": ["--val-samples", "4"],
     "--vllm-kwargs {: not JSON": ["--vllm-kwargs", "{"],
     "--vllm-kwargs has no effect without --rollout-engine vllm": [
@@ -150,12 +149,6 @@ BAD_FLAGS = {  # what the message says, by flags
     "--run-name '../x': must be one folder's name": ["--run-name", "../x"],
     "--run-name '/tmp/x': must be one folder's name": ["--run-name", "/tmp/x"],
     "--run-name '..': must be one folder's name": ["--run-name", ".."],
-    "--run-name 'a\\nb': must be printable": ["--run-name", "a\nb"],
-    "--run-name '\\x1b[2J': must be printable": ["--run-name", "\x1b[2J"],
-    "--run-name 'x\\udcff': must be UTF-8 text": ["--run-name", "x\udcff"],  # invalid UTF-8
-    "300 bytes, at most 128 are taken": ["--run-name", "a" * 300],
-    "--output-dir 'a\\nb': must be printable": ["--output-dir", "a\nb"],
-    "File name too long": ["--output-dir", "b" * 300],
     "--agent with --multi-turn.tools: an agent has": ["--agent", "true", "--multi-turn.tools", "calculator"],
     "--agent with --multi-turn.interaction": ["--agent", "true", "--multi-turn.interaction", "reasoning_gym"],
     "--agent-kwargs has no effect without --agent": ["--agent-kwargs", "timeout=9"],
@@ -184,13 +177,10 @@ BAD_FLAGS = {  # what the message says, by flags
     "--loader-workers read ahead": ["--prompt-sampling", "skip", "--loader-workers", "1"],
     "it needs --group-size 2": ["--prompt-sampling", "variance", "--group-size", "1"],
     "--record is about training steps": ["--record", "a", "--val-only"],
-    "--record /proc/kept: /proc cannot be written": ["--record", "/proc/kept"],
     "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
     "parsing --total-steps: invalid literal for int() with base 10: '1e20'": ["--total-steps", "1e20"],
-    "parsing --lr: no type matching {None}|FLOAT could be instantiated from ['x']": ["--lr", "x"],
     "--group-size 100000000000000000000: must be at least 1 and at most 2147483647": ["--group-size", "1" + "0" * 20],
-    " x --group-size 2147483647: at most 16777216 responses": ["--group-size", "2147483647"],
-    "--config 'a\\x00b': must be UTF-8 text": ["--config", "a\0b"],
+    "parsing --lr: no type matching {None}|FLOAT could be instantiated from ['x']": ["--lr", "x"],
     "xxx, which a flag names: File name too long": ["--replay", "x" * 5000],
     "there is no flag --num-generations; did you mean --group-size? docs/coming_from_trl": ["--num-generations", "8"],
     "no flag actor_rollout_ref.rollout.n; did you mean --group-size? docs/coming_from_verl": [
@@ -305,24 +295,20 @@ def test_every_number_has_its_range_at_the_field():
 
 @pytest.mark.parametrize("script", OWN_BAD_FLAGS)
 def test_a_value_that_nothing_can_hold_is_one_line_of_any_flag(script):
-    """1e20 is too large, for an int and for a count; no clock takes 1e308 s; no file takes half a character."""
+    """1e20 is too large, for an int and for a count."""
     args = importlib.import_module(script).Args
     of_grpo = {name for name, _, _ in walk(grpo.Args())} if script != "grpo" else set()
     for name, default, _ in walk(args()):
-        is_text, [first] = (
-            isinstance(default, str),
-            default[:1] if isinstance(default, tuple) and default else [default],
-        )
-        values = ["\udcff", "a\0b"] if is_text else ["1" + "0" * 20, "1e308", "nan", "-1e20"]
-        for value in values if name not in of_grpo and not isinstance(first, bool) else ():
+        is_text = isinstance(default, str)
+        [first] = default[:1] if isinstance(default, tuple) and default else [default]
+        is_number = not (is_text or name in of_grpo or isinstance(first, bool))
+        for value in ("1" + "0" * 20, "1e308", "nan", "-1e20") if is_number else ():
             try:
                 parse_flags(args, [as_flag(name), value])
             except InputError as error:
                 assert str(error).splitlines() == [str(error)] and len(str(error)) < 1000, (name, value)
-                assert as_flag(name) in str(error) or is_text is False, (name, value, str(error))
             else:
-                takes = not is_text and value != "nan" and not name.endswith("_timeout") and type(first) is not int
-                assert takes or first in ((), None), (name, value)
+                assert (value != "nan" and type(first) is not int) or first in ((), None), (name, value)
 
 
 def test_other_names_of_flags_are_on_their_page():
@@ -360,15 +346,6 @@ def test_a_number_is_taken_where_its_bounds_hold(value, low, high):
         else:
             with pytest.raises(InputError, match=r"^--a-number "):
                 check_range("a_number", number, marks)
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    check_output_dir(str(tmp_path / "new/newer"))
-    with pytest.raises(InputError, match=r"--output-dir .*/file/runs: .*/file is not a folder"):
-        check_output_dir(str(tmp_path / "file/runs"))
-    with pytest.raises(InputError, match="cannot be written"):
-        check_output_dir("/proc/runs")
 
 
 def test_the_help_needs_no_torch():
@@ -481,11 +458,7 @@ CONFIGS = {  # what the message says, by the file's text
     "there is no flag tensor-parallel; did you mean --tensor-parallel-size?": "lr: 1\ntensor-parallel: 2",
     "there is no flag engine_ranks; did you mean --rollout-tensor-parallel-size?": "engine_ranks: 8",
     "there is no flag 1; --help all has the names": "1: 2",
-    "line 1: a key is there twice": "lr: 1e-5\nlr: 1e-6",
-    "line 2: a key is there twice": "multi_turn:\n  max_turns: 3\n  max_turns: 4",
-    "line 1: an alias (*)": "&a {lr: *a}",
-    "line 2: an alias (*)": "track: &a [wandb]\nval_files: [*a, *a, *a]",
-    "nested too deeply": "[" * 100_000,
+    "cannot be read: maximum recursion depth": "[" * 100_000,
     "Exceeds the limit": f"seed: {'9' * 5000}",
     "track --lr: a value does not begin with --": 'track: [wandb, "--lr", "1"]',
     "track: give a list of plain values": "track: [[wandb]]",
@@ -494,11 +467,8 @@ CONFIGS = {  # what the message says, by the file's text
     "line 1: found unhashable key": "? [a]\n: 1",
     "line 2: could not find expected ':'": "lr: 1\nseed",
     "cannot be read: unacceptable character": "lr: \0",
-    "model: a character that no command line can hold": 'model: "\\0"',
-    "track: a character that no command line can hold": 'track: ["\\ud800"]',
     "cannot be read: ": 'model: "\\Uffffffff"',
     "line 2: could not determine a constructor for the tag": "lr: 1\nmodel: !!python/name:os.system x",
-    f"larger than {LARGEST} characters": "lr: 1\n" + "#" * LARGEST,
     "give a run's config.json": "lr",
 }
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import dapo
+from docs.dev.flags import page
 from lib import InputError, setup
-from lib.args import Reads, settings
-from lib.args.__main__ import page
+from lib.args import AggMode, Reads
 from lib.args.reads import FACTS, NEVER_IDLE, NOTED, TABLE, rows_with
 from lib.cli.flags import walk
 from lib.columns import COLUMNS
@@ -62,7 +62,7 @@ def test_every_estimator_and_loss_has_a_row():
 
 
 def test_the_end_of_the_page_is_the_table():
-    assert (ROOT / "docs/defaults.md").read_text().endswith(f"\n\n{page()}"), "run python -m lib.args"
+    assert (ROOT / "docs/defaults.md").read_text().endswith(f"\n\n{page()}"), "run python -m docs.dev.flags"
 
 
 def test_a_run_reads_the_columns_that_its_choices_declare():
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "dro": ("--loss dro --loss-kwargs dro_beta=1", OF_LOSS),
     **{f"{name}, one update": (f"--loss {name} {ONE}", OF_LOSS) for name in POLICY_LOSSES if name != "dro"},
     "dro, one update": (f"--loss dro --loss-kwargs dro_beta=1 {ONE}", OF_LOSS),
-    **{mode: (f"--loss-agg-mode {mode}", ["loss_scale_factor"]) for mode in get_args(settings.AggMode)},
+    **{mode: (f"--loss-agg-mode {mode}", ["loss_scale_factor"]) for mode in get_args(AggMode)},
     **{
         f"correction, {level}": (f"--rollout-correction.level {level}", OF_CORRECTION)
         for level in ("token", "sequence", "geometric", "measure")

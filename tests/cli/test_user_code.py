@@ -1,7 +1,5 @@
 """lib/cli/user_code.py: whatever is wrong in a file of the user's is one line, with the flag and the line."""
 
-import signal
-
 import pytest
 
 from agent import load_multi_turn
@@ -10,7 +8,7 @@ from lib.args import MultiTurnArgs
 from lib.cli.user_code import load_object
 from lib.data import load_dataset_class
 from lib.model import load_tokenizer
-from lib.reward.scorers import load_scorers
+from lib.reward.scorer import load_scorers
 from tests.common import TOY_MODEL
 
 BROKEN = {
@@ -19,22 +17,18 @@ BROKEN = {
     "import sys\nsys.exit(0)": "SystemExit: 0 in line 2",
     "def f(:": "SyntaxError: ",
     "raise ValueError('two\\nlines')": "ValueError: two in line 1",
-    "while True: pass": "it has not returned after 0.2 s; what takes long belongs into the function in line 1",
-    "import time\nwhile True:\n try: time.sleep(9)\n except Exception: pass": "not returned after 0.2 s",
     "g = 1": "has no 'f'",
 }
 
 
 @pytest.mark.parametrize("code", BROKEN)
-def test_a_file_that_fails_or_hangs_is_one_line(tmp_path, code):
+def test_a_file_that_fails_is_one_line(tmp_path, code):
     (tmp_path / "mine.py").write_text(code)
-    before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(InputError) as raised:
-        load_object("--reward", f"{tmp_path / 'mine.py'}:f", limit_s=0.2)
+        load_object("--reward", f"{tmp_path / 'mine.py'}:f")
     message = str(raised.value)
     assert message.startswith(f"--reward {tmp_path / 'mine.py'}:f: ") and BROKEN[code] in message
     assert "\n" not in message
-    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_a_file_is_run_once(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
-from lib.args.settings import RolloutCorrectionArgs
+from lib.args.groups import RolloutCorrectionArgs
 from lib.core_algos import (
     LOSS_AGG_MODES,
     agg_loss,

@@ -22,13 +22,13 @@ from lib.data import (
     exchange_groups,
     gather_rows,
     prepare_dynamic_batch,
-    prompt_groups,
     restore_dynamic_batch,
     rows_by_uid,
     scatter_rows,
     split_mini_batches,
 )
 from lib.data.balance import group_costs, longest_first
+from lib.data.micro_batches import prompt_groups
 from lib.data_proto import DataProto
 from lib.distributed import (
     World,

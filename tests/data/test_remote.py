@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-from concurrent.futures import wait
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,15 +109,6 @@ def raises(error: Exception):
     return act
 
 
-def hangs(*_, **__):
-    threading.Event().wait()
-
-
-def hangs_in_the_middle(self, rpath, lpath, **_):
-    Path(lpath).write_bytes(self.files[rpath][:1000])
-    hangs()
-
-
 def ends_early(self, rpath, lpath, **_):
     Path(lpath).write_bytes(self.files[rpath][:1000])
 
@@ -133,23 +123,19 @@ def ends_early(self, rpath, lpath, **_):
         ),
         ("info", raises(ConnectionError("unreachable\nand more")), "ConnectionError: unreachable; check"),
         ("info", raises(ImportError("Install shopfs")), "Install shopfs; install that package"),
-        ("info", hangs, "nothing came for 0.2 s"),
         ("version", None, "no ETag"),
         ("files", {"b/rows/train.jsonl/deep/x": b""}, "no file in the folder"),
         ("get_file", raises(ConnectionResetError("https://x/y?Signature=hunter22")), "https://x/y?...; check"),
-        ("get_file", hangs_in_the_middle, "nothing came for 0.2 s"),
         ("get_file", ends_early, f"1000 of the {len(ROWS)} bytes of train.jsonl came"),
     ],
 )
 def test_what_goes_wrong_is_one_line_and_leaves_no_copy(shop, cache, monkeypatch, what, act, message):
-    monkeypatch.setattr(remote, "STALL_S", 0.2)
     with monkeypatch.context() as broken, pytest.raises(InputError) as error:
         broken.setattr(shop, what, act)
         remote.local_copy("shop://b/rows/train.jsonl")
     text = str(error.value)
     assert text.startswith("shop://b/rows/train.jsonl: ") and message in text and "\n" not in text
     assert not whole_copies(cache) and not remote.copies
-    monkeypatch.setattr(remote, "STALL_S", 180)
     assert in_a_new_process("shop://b/rows/train.jsonl").read_bytes() == ROWS  # the next start
 
 
@@ -168,39 +154,13 @@ def test_a_missing_package_is_named(cache, url, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_slow_copy_is_no_stalled_one(shop, monkeypatch):
-    """At each look of the waiting rank, 180 s after the one before, the file has grown."""
-    look, grown, looks = threading.Semaphore(0), threading.Semaphore(0), []
-    starts = range(0, len(ROWS), 10_000)
-
-    def get_file(self, rpath, lpath, **_):
-        with open(lpath, "wb", buffering=0) as file:
-            for start in starts:
-                look.acquire()
-                file.write(ROWS[start : start + 10_000])
-                grown.release()
-
-    def looking(futures, timeout):
-        looks.append(timeout)
-        if not 1 < len(looks) <= 1 + len(starts):  # the first is for the answer about the file
-            return wait(futures, timeout)
-        look.release()
-        assert grown.acquire(timeout=60)
-        return SimpleNamespace(done=set())
-
-    monkeypatch.setattr(shop, "get_file", get_file)
-    monkeypatch.setattr(remote, "wait", looking)
-    assert in_a_new_process("shop://b/rows/train.jsonl").read_bytes() == ROWS
-    assert len(looks) == len(starts) + 2
-
-
 def test_a_copy_that_was_killed_in_the_middle_is_made_anew(shop, cache, monkeypatch):
     begun = FORK.Event()
 
     def halfway(self, rpath, lpath, **_):
         Path(lpath).write_bytes(self.files[rpath][:1000])
         begun.set()
-        hangs()
+        threading.Event().wait()
 
     with monkeypatch.context() as slow:
         slow.setattr(shop, "get_file", halfway)

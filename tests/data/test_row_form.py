@@ -9,8 +9,9 @@ import grpo
 from lib import InputError
 from lib.args.data import columns_of
 from lib.cli.flags import with_line_breaks
-from lib.data import RLHFDataset, set_chat_template
-from lib.data.row_form import RowForm, template_fields
+from lib.data import RLHFDataset
+from lib.data.chat_template import set_chat_template
+from lib.data.rows import RowForm, template_fields
 from rewards.gsm8k import compute_score
 from tests.common import SMALL, TOY_MODEL, fork, parse_flags, ran, rollouts
 from tests.data.test_dataset import error_of, make_tokenizer, write_jsonl, write_parquet

@@ -34,7 +34,6 @@ from data import toy, toy_vision
 from lib import InputError
 from lib.args import DataArgs, ModelArgs
 from lib.data import RLHFDataset, collate_fn, make_loader
-from lib.data import vision as vision_rows
 from lib.data.vision import Vision, media_hash, media_of, text_positions, to_png
 from lib.data_proto import DataProto
 from lib.setup import load_vision
@@ -331,7 +330,7 @@ def png_of(*chunks):
 
 
 UNSAFE = {
-    "bomb": (png_of(), "13000 x 13000 pixels; at most 50000000 are decoded: make it smaller"),
+    "bomb": (png_of(), "exceeds limit of 50000000 pixels"),
     "text": (png_of((b"zTXt", b"a\0\0" + zlib.compress(bytes(2**23)))), "Decompressed data too large"),
     "floats": (encoded(Image.new("F", (4, 4), 0.5), "TIFF"), "its pixels are 32-bit floats, of no known range"),
     "integers": (encoded(Image.new("I", (4, 4), 70000), "TIFF"), "its pixels are 32-bit integers, of no known range"),
@@ -353,27 +352,13 @@ def test_an_image_that_is_unsafe_or_not_defined_is_not_decoded(tmp_path, case):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "JPEG", "AVIF", "JPEG2000", None])
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "JPEG", "AVIF", "JPEG2000"])
 def test_no_format_decodes_more_pixels_than_the_limit(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(vision_rows, "LARGEST_IMAGE", 24 * 24)
-    small, large = ((encoded(x, kind) if kind else x) for x in (picture(), picture(height=50)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 12 * 24)
+    small, large = (encoded(x, kind) for x in (picture(), picture(height=50)))
     vision_of().media([small], [], "a row", tmp_path)
-    if kind == "JPEG":  # its decoder reduces
-        [read] = vision_of().media([large], [], "a row", tmp_path)["image"]
-        assert read.size == (12, 25)
-        large = io.BytesIO()
-        picture(height=50).save(large, kind, progressive=True)
-        large = large.getvalue()
-    with pytest.raises(InputError, match=r"^a row: image 0: 24 x 50 pixels; at most 576 are decoded: make it smaller$"):
+    with pytest.raises(InputError, match=r"^a row: image 0: not a readable image \(DecompressionBomb.*1200 pix"):
         vision_of().media([large], [], "a row", tmp_path)
-
-
-def test_a_file_is_read_up_to_a_limit(tmp_path, monkeypatch):
-    (tmp_path / "a.png").write_bytes(to_png(picture()))
-    vision_of().media(["a.png"], [], "a row", tmp_path)
-    monkeypatch.setattr(vision_rows, "LARGEST_FILE", 100)
-    with pytest.raises(InputError, match=r"^a row: image 0: a\.png: has more than 100 bytes$"):
-        vision_of().media(["a.png"], [], "a row", tmp_path)
 
 
 WRONG = {
@@ -719,7 +704,7 @@ def test_a_video_file_is_sampled(tmp_path, max_frames, taken):
         assert abs(frames.mean((1, 2, 3)) - [10 * i for i in taken]).max() < 3  # JPEG
 
 
-def test_a_broken_video_is_named(tmp_path, monkeypatch):
+def test_a_broken_video_is_named(tmp_path):
     whole = write_video(tmp_path / "a.avi", 20).read_bytes()
     (tmp_path / "torn.avi").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.avi").write_text("no video")
@@ -743,9 +728,6 @@ def test_a_broken_video_is_named(tmp_path, monkeypatch):
             vision.media([], [video], "a row", tmp_path)
     with pytest.raises(InputError, match="a row: has videos; models of type idefics3 take none"):
         vision_of().messages([{"role": "user", "content": "text"}], {"video": ["a.avi"]}, "a row")
-    monkeypatch.setattr(vision_rows, "LARGEST_IMAGE", 500)
-    with pytest.raises(InputError, match=r"^a row: video 0: .*/a\.avi: 32 x 16 pixels; at most 500 are decoded"):
-        vision.media([], ["a.avi"], "a row", tmp_path)
 
 
 @pytest.mark.parametrize("kind", MROPE)

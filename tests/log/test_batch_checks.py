@@ -1,4 +1,4 @@
-"""lib/log/batch_checks.py. What it finds in runs with planted bugs: tests/mutants."""
+"""batch_faults in lib/log/metrics.py. What it finds in runs with planted bugs: tests/mutants."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from lib.data_proto import DataProto
 from lib.distributed import reduce_metrics
-from lib.log.batch_checks import batch_faults
+from lib.log.metrics import batch_faults
 from lib.model.update_checks import LossFlags, UpdateChecks
 
 

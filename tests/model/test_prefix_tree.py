@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2ForTokenClassification
 
-from lib.data import prefix_tree, prepare_dynamic_batch, prompt_groups
+from lib.data import prefix_tree, prepare_dynamic_batch
+from lib.data.micro_batches import prompt_groups
 from lib.data_proto import DataProto
 from lib.distributed import Mean, World, full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import ForwardConfig, load_critic, load_model, response_log_probs, response_values
@@ -161,7 +162,7 @@ def test_any_tree_gives_what_each_sequence_gives_alone(model, rows, min_shared):
     assume(batch.batch["response_mask"].any())
     expected = with_gradient(model, lambda: separately(model, batch))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lib.data.prefixes.MIN_SHARED", min_shared)
+        patch.setattr("lib.data.micro_batches.MIN_SHARED", min_shared)
         tree, needed = prefix_tree(batch), len(needed_prefixes(batch))
         assert sum(tree.lengths) == needed if min_shared == 1 else sum(tree.lengths) >= needed
         assert tree.separate_tokens == sum(prefix_tree(batch, share=False).lengths)
@@ -277,7 +278,7 @@ def test_ranks_that_share_their_rows_share_prefixes(tmp_path, options, tensor):
 def test_a_micro_batch_counts_the_tokens_of_its_tree(one_rank, rows, max_tokens):
     batch = batch_of(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lib.data.prefixes.MIN_SHARED", 1)
+        patch.setattr("lib.data.micro_batches.MIN_SHARED", 1)
         micro_batches, numbers = prepare_dynamic_batch(batch, max_tokens, share_prompts=True)
         assert sorted(row for part in numbers for row in part) == list(range(len(batch)))
         sizes = [sum(prefix_tree(micro, whole=True).lengths) for micro in micro_batches]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.common import ROOT
 
-ENGINE, REWARDS = "lib.rollout.engine:add_responses", "lib.reward.manager:PendingScores._results"
+ENGINE, REWARDS = "lib.rollout.engine:add_responses", "lib.reward.scores:PendingScores._results"
 STEP, SAMPLE = "lib.model.trained:TrainedModel.step", "lib.rollout.hf_engine:sample_tokens"
 MASK = "sampled[i, :n] = 1 if masks is None"
 UNLIKE = "            if after[end : end + 1] != character:\n                return "

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import get_args
 
-from lib.args import settings
+from lib.args import groups
 from tests.common import ROOT
 from tests.mutants.mutants import COPY, MUTANTS, tools
 from tests.mutants.planting import run, run_mutant
@@ -42,15 +42,15 @@ HEALTHY: dict[str, tuple[str, list[str]]] = {
     "--zero-variance drop_from_denominator": ("grpo", ["--zero-variance", "drop_from_denominator"]),
     "length-adaptive lambda": ("ppo", ["--length-adaptive-alpha", "0.5"]),
 }
-for name in get_args(settings.AdvEstimator):
+for name in get_args(groups.AdvEstimator):
     if name != "gdpo":  # the toy has one reward
         HEALTHY[f"--adv-estimator {name}"] = "grpo", ["--adv-estimator", name]
-for name in get_args(settings.PolicyLoss):
+for name in get_args(groups.PolicyLoss):
     beta = ["--loss-kwargs", "dro_beta=0.1"] if name == "dro" else []
     HEALTHY[f"--loss {name}"] = "grpo", ["--loss", name, *beta, *UPDATES]
-for name in get_args(settings.AggMode):
+for name in get_args(groups.AggMode):
     HEALTHY[f"--loss-agg-mode {name}"] = "grpo", ["--loss-agg-mode", name, "--micro-batch-tokens", "150"]
-for name in get_args(settings.KLEstimator):
+for name in get_args(groups.KLEstimator):
     estimator = ["--kl-coef", "0.01", "--kl-estimator", name, "--num-mini-batches", "2"]
     HEALTHY[f"--kl-estimator {name} in the loss"] = "grpo", estimator
     HEALTHY[f"--kl-estimator {name} in the reward"] = (

@@ -8,8 +8,8 @@ import torch
 from lib.core_algos import compute_overlong_penalty
 from lib.data_proto import DataProto
 from lib.model import load_tokenizer
-from lib.reward.manager import RewardManager
-from lib.reward.scorers import load_scorers
+from lib.reward.scorer import load_scorers
+from lib.reward.scores import RewardManager
 from rewards.overlong import compute_score
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran
 

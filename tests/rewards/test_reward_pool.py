@@ -20,10 +20,9 @@ from lib.data_proto import DataProto
 from lib.distributed import Sum, reduce_metrics
 from lib.log import extra_metrics
 from lib.model import load_tokenizer
-from lib.reward import pool, printed
-from lib.reward.manager import RewardManager
-from lib.reward.scorers import check_keywords, load_scorers
-from lib.reward.scores import Rewards, correlation, reward_components
+from lib.reward import pool, supervisor
+from lib.reward.scorer import check_keywords, load_scorers
+from lib.reward.scores import RewardManager, Rewards, correlation, reward_components
 from tests.common import TOY_MODEL, is_alive, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -595,21 +594,21 @@ def test_what_a_models_program_prints_is_in_no_log(noisy, capfd):
 
 
 def test_a_log_that_is_full_or_cannot_be_written_says_so_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(printed, "LARGEST_FILE", 100)
+    monkeypatch.setattr(supervisor, "LARGEST_FILE", 100)
     path = tmp_path / "scorers-0.log"
-    log = printed.PrintLog(path)
+    log = supervisor.PrintLog(path)
     said = [log.write(1, "a.b", b"%d bytes or so in a line" % i, 0)[-1:] for i in range(5)]
     assert said[1:] == [[], [f"reward: {path} is full (0 MiB): what scorers print from now on is dropped"], [], []]
     assert path.read_text().count("\n") == 3
-    again = printed.PrintLog(path).write(1, "a.b", b"resumed", 0)  # of a run that goes on
+    again = supervisor.PrintLog(path).write(1, "a.b", b"resumed", 0)  # of a run that goes on
     assert "is full" in again[-1] and path.read_text().count("\n") == 3
     (tmp_path / "file").touch()
-    unwritable = printed.PrintLog(tmp_path / "file" / "scorers-0.log").write(1, "a.b", b"x", 0)
+    unwritable = supervisor.PrintLog(tmp_path / "file" / "scorers-0.log").write(1, "a.b", b"x", 0)
     assert unwritable[-1].startswith(f"reward: {tmp_path}/file/scorers-0.log cannot be written (")
 
 
 def test_the_console_shows_a_bounded_number_of_lines_of_each_scorer(tmp_path):
-    log = printed.PrintLog(tmp_path / "scorers-0.log")
+    log = supervisor.PrintLog(tmp_path / "scorers-0.log")
     text = "\n".join(chr(65 + i) * 1000 for i in range(30)).encode()
     [_, *shown], others = log.write(1, "a.b", text, 0), log.write(1, "c.d", text[:1000], 5)
     assert [len(line) for line in shown] == [len("scorer a.b: ") + 200] * 20 and not log.write(2, "a.b", text, 0)
@@ -689,22 +688,6 @@ def test_no_process_outlives_a_trainer_that_has_stopped_reading(tmp_path):
         assert not wait_until_gone(pids)
     finally:
         loader.kill()
-
-
-def test_a_pool_that_is_stopped_ends_the_run_with_a_line(manager_of, monkeypatch):
-    monkeypatch.setattr(pool, "SILENCE_S", 0.5)
-    source = """
-import os, signal, time
-def score(data_source, solution_str, ground_truth, extra_info=None):
-    if data_source == "stop":
-        os.kill(os.getppid(), signal.SIGSTOP)
-        time.sleep(100)
-    return 1.0
-"""
-    manager = manager_of(source)
-    manager.submit(batch_of(["1"])).get()
-    with pytest.raises(RuntimeError, match=r"the reward pool's process \d+ has been silent for 0.5 s"):
-        manager.submit(batch_of(["1"], ["stop"])).get()
 
 
 def test_no_worker_outlives_the_supervisor(tmp_path):
@@ -1066,7 +1049,6 @@ def test_scorers_of_this_project_by_data_source(workers):
         (["{file}:number"], {}, "it is not a function of Python"),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
-        (["{file}:slowly"], {"weights": (1, 2)}, "--reward-weights has 2 numbers for the 1 scorers of --reward"),
         (["data_source"], {}, "no scorer for data_source 'unheard/of': give --reward path/to/file.py:function, or add"),
         (
             ["{file}:of_trl"],

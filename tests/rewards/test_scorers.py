@@ -29,8 +29,7 @@ from math_verify import parse, verify
 
 import rewards
 from lib import InputError
-from lib.reward.scorer import checked
-from lib.reward.scorers import check_keywords, load_scorers
+from lib.reward.scorer import check_keywords, checked, load_scorers
 from rewards import _math, countdown, geometry3k, gsm8k, judge, length_penalty, math_dapo, multiple_choice, search_qa
 from rewards import format as form
 from rewards import math as math_reward

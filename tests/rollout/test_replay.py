@@ -24,7 +24,7 @@ TOOLS = [
 NOTHING_SAMPLES_OR_SCORES = """
 import sys
 sys.modules["vllm"] = None
-import lib.reward.manager as manager
+import lib.reward.scores as manager
 import lib.rollout.hf_engine as hf_engine
 def refuse(*args, **kwargs):
     raise AssertionError("a replay samples or scores")

@@ -34,11 +34,10 @@ from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, changed_flags, marked
 from lib.distributed import World
 from lib.log.tracking import Tracker
-from lib.run import Run, open_run, provenance
+from lib.run import Run, open_run
 from lib.run.checkpoint import newest_complete
 from lib.run.lock import take_lock
-from lib.run.opening import default_name, typed_command
-from lib.run.provenance import write_start
+from lib.run.opening import default_name, typed_command, write_start
 from lib.run.resume import cut_logs, find_checkpoint
 from lib.run.run_config import code_changes, code_files, compare, describe_run, read_json
 from tests.common import (
@@ -447,40 +446,36 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     installed = {package.metadata["Name"]: package.version for package in found}
     assert first["packages"] == installed and "torch" in installed
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert second["commit"] == head and second["untracked"] == ["new.py"] and second["untracked_files"] == 1
+    assert second["commit"] == head and second["untracked"] == ["new.py"]
     diff = tmp_path / "starts/2/diff.patch"
     assert "-first = 1" in diff.read_text() and "correct-horse" not in diff.read_text()
     assert diff.stat().st_mode & 0o077 == 0 and not (tmp_path / "starts/1/diff.patch").exists()
 
 
 def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeypatch):
-    """Thousands of untracked files, a long diff, a git that hangs."""
+    """Thousands of untracked files, a git that hangs."""
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
     script = tmp_path / "mine.py"
     script.write_text("first = 1\n")
     (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "starts\n")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
-    script.write_text("second = 2\n" * 1000)
     for folder, number in (("new", 3000), (".venv-trl", 5)):
         (tmp_path / folder).mkdir()
         for i in range(number):
             (tmp_path / folder / f"{i:0100}").touch()
     (tmp_path / ".venv").symlink_to(".venv-trl")
-    monkeypatch.setattr(provenance, "LONGEST_DIFF", 1000)
     write_start(tmp_path / "starts/1", {"mine.py": script}, "", {})
     start = json.loads((tmp_path / "starts/1/start.json").read_text())
-    assert start["untracked_files"] == 3000 and start["untracked"] == [f"new/{i:0100}" for i in range(50)]
-    assert (tmp_path / "starts/1/diff.patch").read_text() == "more than 1000 bytes: too long to be kept\n"
+    assert start["untracked"] == [f"new/{i:0100}" for i in range(50)]
 
-    monkeypatch.setattr(provenance, "GIT_S", 0.01)
+    monkeypatch.setattr(opening_module, "GIT_S", 0.01)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "bin/git").chmod(0o755)
-    monkeypatch.setattr(provenance, "_commit", lambda folder: "abc")
+    monkeypatch.setattr(opening_module, "_commit", lambda folder: "abc")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     write_start(tmp_path / "starts/2", {"mine.py": script}, "", {})
-    assert json.loads((tmp_path / "starts/2/start.json").read_text())["untracked_files"] is None
     assert "took longer" in (tmp_path / "starts/2/diff.patch").read_text()
 
 
@@ -523,7 +518,7 @@ def test_flags_that_differ_from_their_defaults():
     args = Args(teacher="t", clip_ratio_low=0.3)
     args.optimizer.lr, args.multi_turn.max_turns = 0.5, 2
     lr = Args(teacher="").optimizer.lr
-    expected = {"teacher": ["t"], "lr": [0.5, lr], "clip_ratio_low": [0.3, 0.2], "multi_turn.max_turns": [2, 8]}
+    expected = {"teacher": ["t", ""], "lr": [0.5, lr], "clip_ratio_low": [0.3, 0.2], "multi_turn.max_turns": [2, 8]}
     assert changed_flags(args) == expected
     assert "lr" not in changed_flags(args, lr=0.5) and changed_flags(args, lr=args.default_lr)["lr"] == [0.5, 1e-6]
 
@@ -587,7 +582,7 @@ def held(tmp_path):
     holder.join()
 
 
-def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(held, monkeypatch, capsys):
+def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(held, monkeypatch):
     monkeypatch.setattr(lock_module, "PATIENCE_S", 0)
     folder, holder = held
     in_use = rf"in use by pid {holder.pid} on .* since 20.*: end that run first.*gone for good, delete {folder}/.lock\)"
@@ -596,11 +591,6 @@ def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(held, monkeypat
     holder.kill()
     holder.join()
     take_lock(folder).close()
-    assert capsys.readouterr().out == ""
-    left = "pid 7 on elsewhere since 2026-01-01 00:00:00"  # of a host that crashed, or whose locks do not reach here
-    (folder / ".lock").write_text(left)
-    take_lock(folder).close()
-    assert f"was left open by {left}: make sure" in capsys.readouterr().out
 
 
 def test_a_new_start_waits_for_the_old_process_to_end(held):

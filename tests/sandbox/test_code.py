@@ -23,7 +23,7 @@ import pytest
 
 from lib import InputError
 from lib.reward.pool import Pool
-from lib.reward.scorers import load_scorers
+from lib.reward.scorer import load_scorers
 from lib.sandbox import client
 from rewards import code
 from rewards import math as math_reward

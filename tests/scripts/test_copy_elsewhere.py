@@ -13,7 +13,7 @@ from zipfile import ZipFile
 import pytest
 from packaging.requirements import Requirement
 
-from lib.run.provenance import _lib_commit
+from lib.run.opening import _lib_commit
 from tests.common import PYTHON, ROOT, SMALL, environment, metrics, ran
 from tools.launch.build_backend import FILES, FOLDERS, build_editable, build_wheel
 

@@ -291,12 +291,11 @@ fields_of = cache(cli.fields)
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_checks():
-    """Without the searches for secrets and in folders, which take most of the time and are not about the algorithm."""
+    """Without the search for secrets, which takes most of the time and is not about the algorithm."""
     patches = [
         patch.object(cli, "get_type_hints", cache(cli.get_type_hints)),
         patch.object(cli, "fields", lambda args: fields_of(args if isinstance(args, type) else type(args))),
         patch.object(cli, "secret_in", lambda *_: ""),
-        patch("lib.args.run.check_output_dir", lambda *_: None),
     ]
     for p in patches:
         p.start()

@@ -37,7 +37,6 @@ from typing import Annotated, Any
 import tyro
 
 from lib import InputError, how_it_ended
-from lib.args.run import LONGEST_RUN_NAME
 from lib.cli.process import command_line
 from lib.cli.secrets import secret_in
 from lib.cli.yaml_files import read_yaml, words_of
@@ -47,6 +46,7 @@ ROOT = Path(__file__).parents[2]
 KEYS = {"script", "flags", "grid", "settings", "seeds"}
 OWN = {"seed", "run-name", "output-dir", "resume"}  # flags that a sweep sets itself
 MOST_RUNS = 10_000
+LONGEST_RUN_NAME = 128  # bytes: wandb takes 128 characters, a file system 255 bytes
 INTEGER = re.compile("0|-?[1-9][0-9]*", re.ASCII)
 
 

@@ -1,4 +1,4 @@
-"""`python -m lib.args` writes the end of docs/defaults.md: which flags and columns a run reads, from the code."""
+"""`python -m docs.dev.flags` writes the end of docs/defaults.md: which flags and columns a run reads, from the code."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ several rows is read under any of them. Names are as in `config.json`: `multi_tu
 A flag on the command line that nothing reads is an error if it would change the loss or the samples. Other such flags
 are named in a line at the start, "no effect here", and in `config.json` under `no_effect`.
 
-The table is [`TABLE: tuple`](../lib/args/reads.py); `python -m lib.args` writes this section. A flag of a script of
-your own need not be there.
+The table is [`TABLE: tuple`](../lib/args/reads.py); `python -m docs.dev.flags` writes this section. A flag of a script
+of your own need not be there.
 
 | choice | flags that act on it | [columns](columns.md) that it reads |
 |---|---|---|
