@@ -31,8 +31,6 @@ from lib.core_algos.kl import (
     apply_kl_penalty,
     kl_penalty,
 )
-from lib.core_algos.masks import LossMasks
-from lib.core_algos.noise import splitmix64
 from lib.core_algos.policy_losses import (
     compute_policy_loss,
     get_policy_loss_fn,
@@ -41,6 +39,7 @@ from lib.core_algos.policy_losses import (
 from lib.core_algos.reductions import (
     LOSS_AGG_MODES,
     ROUNDING,
+    LossMasks,
     agg_loss,
     at_last_token,
     group_mean,

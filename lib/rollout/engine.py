@@ -24,7 +24,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.columns import COLUMNS, OF_PROMPTS
-from lib.core_algos import splitmix64
 from lib.data import pad_rows
 from lib.data.special_tokens import end_of_turn
 from lib.data.vision import Media
@@ -32,6 +31,7 @@ from lib.data_proto import DataProto
 from lib.distributed import Metric, all_reduce_max
 from lib.model.routing import ROUTES, routes_column
 from lib.sampling import Sampling
+from lib.seeds import splitmix64
 
 REPORT_S = 60.0  # how often a rollout says what it waits for
 

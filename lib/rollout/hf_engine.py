@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.core_algos import splitmix64
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, device_setter, unsharded
@@ -21,6 +20,7 @@ from lib.rollout.engine import Generated, SteppedEngine, add_responses, row_limi
 from lib.rollout.group_cache import GroupCache, can_group
 from lib.rollout.weight_sync import weight_checksum
 from lib.sampling import Sampling
+from lib.seeds import splitmix64
 
 LONG_PROMPT = 128  # tokens; to copy a shorter prompt's cache to each row costs less than GroupCache
 

@@ -36,7 +36,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import grpo
 from lib import InputError
 from lib.args import Sizes
-from lib.core_algos import splitmix64
 from lib.data import ROW, RLHFDataset, collate_fn
 from lib.data_proto import DataProto
 from lib.distributed import (
@@ -73,6 +72,7 @@ from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.vllm_start import adapter_settings
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter
 from lib.run.export import write_adapter
+from lib.seeds import splitmix64
 from servers.engine import NEUTRAL
 from tests.common import (
     ROOT,
