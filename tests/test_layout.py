@@ -19,7 +19,6 @@ ORDER += [
     "args",
     "declared",
     "columns",
-    "words",
 ]
 ORDER += ["sampling", "cli", "manifest", "seeds"]
 """a room imports those behind it"""

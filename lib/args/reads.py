@@ -11,8 +11,7 @@ from lib import InputError
 from lib.args.script import ScriptArgs
 from lib.cli.flags import OnResume, as_flag, walk
 from lib.columns import COLUMNS
-from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, TOKEN_MASKS, masks_of, settings_of_loss
-from lib.words import read_words
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, TOKEN_MASKS, masks_of, read_words, settings_of_loss
 
 
 class Row(NamedTuple):

@@ -9,8 +9,7 @@ from lib.args import groups, settings
 from lib.args.data import DataArgs, ValidationArgs
 from lib.args.run import RunArgs
 from lib.cli.flags import Preset
-from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, masks_of, parsed, read_masks, settings_of_loss
-from lib.words import read_words
+from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, masks_of, parsed, read_masks, read_words, settings_of_loss
 
 ROOT = Path(__file__).parent.parent.parent
 

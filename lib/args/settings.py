@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Gt, Interval
 
 from lib.cli.flags import Names, OnReplay
-from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, Bounds, parsed
-from lib.words import read_words
+from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, Bounds, parsed, read_words
 
 FILES, AS_RECORDED = Names.FILES, OnReplay.AS_RECORDED
 LONGEST_WAIT = 1e9  # seconds: clocks of the system and of libraries take no more
