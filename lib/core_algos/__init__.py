@@ -27,7 +27,6 @@ from lib.core_algos.kl import (
     KL_PENALTIES,
     AdaptiveEntropyController,
     AdaptiveKLController,
-    FixedKLController,
     apply_kl_penalty,
     kl_penalty,
 )

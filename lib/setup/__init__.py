@@ -12,7 +12,6 @@ from lib.setup.needs import (
     check_engine,
     get_attention,
     get_compute_dtype,
-    make_kl_control,
     read_columns,
     rollout_correction,
 )

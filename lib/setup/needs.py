@@ -27,6 +27,7 @@ class Needs:
     correction: dict[str, Any]  # keywords of compute_rollout_correction; {}: no correction
     columns: tuple[str, ...]  # that add_advantages reads besides those that are always gathered
     log_probs: tuple[str, ...]  # columns of the policy's pass before the update; (): no pass
+    reads_log_probs: bool  # whether the loss reads rollout_log_probs
     effective: dict[str, Any]
     """{flag: value} of flags that are left to the run (auto, None), for config.json"""
 
@@ -38,14 +39,15 @@ def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) ->
     correction = rollout_correction(args, dtype)
     if correction:
         core_algos.get_rollout_correction_fn(correction)
-    check_engine(args, device, dtype, correction)
+    reads_log_probs = bool(correction) or loss_corrects(args)
+    check_engine(args, device, dtype, reads_log_probs)
     columns, log_probs = read_columns(args, correction, sizes.updates_per_step)
     scale = args.loss_scale_factor or args.rollout.max_response_length
     shard = args.shard
     if shard.sharding == "auto" and not shard.auto_sharding:
         shard.auto_sharding = choose_sharding(args, device)
     effective = effective_settings(args, device, dtype, correction, log_probs) | {"sharding": shard.chosen}
-    return Needs(sizes, dtype, scale, correction, columns, log_probs, effective)
+    return Needs(sizes, dtype, scale, correction, columns, log_probs, reads_log_probs, effective)
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -117,10 +119,10 @@ def rollout_correction(args: ScriptArgs, dtype: torch.dtype) -> dict[str, Any]:
     return correction
 
 
-def check_engine(args: ScriptArgs, device: torch.device, dtype: torch.dtype, correction: dict) -> None:
+def check_engine(args: ScriptArgs, device: torch.device, dtype: torch.dtype, reads_log_probs: bool) -> None:
     """Raises InputError for what vLLM cannot do on this device, or with which it samples uncorrected."""
     if args.rollout.quantization:
-        corrected = bool(correction) or loss_corrects(args) or args.validation.val_only
+        corrected = reads_log_probs or args.validation.val_only
         check_quantization(args.rollout.quantization, dtype, device, corrected)
     if args.model.routing_replay == "R3" and args.rollout.starts_vllm and device.type == "cpu" and not args.run.dry_run:
         why = "on a CPU vLLM does not return the experts"
@@ -175,10 +177,3 @@ def effective_settings(
     if args.rollout.starts_vllm:
         settings["gpu_memory_utilization"] = args.rollout.gpu_share
     return settings
-
-
-def make_kl_control(args: ScriptArgs) -> core_algos.AdaptiveKLController:
-    """The controller of the KL coefficient beta: fixed or adaptive."""
-    if args.kl_target is None:
-        return core_algos.FixedKLController(args.kl_coef)
-    return core_algos.AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)

@@ -18,7 +18,6 @@ from lib import InputError
 from lib.core_algos import (
     AdaptiveEntropyController,
     AdaptiveKLController,
-    FixedKLController,
     apply_kl_penalty,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
@@ -758,7 +757,7 @@ def test_controllers_resume_exactly():
     for kl in kls[3:]:
         second.update(kl, 333)
     assert second.value == whole.value != make().value
-    fixed = FixedKLController(0.25)
+    fixed = AdaptiveKLController(0.25)
     fixed.update(9.0, 333)
     assert fixed.value == 0.25
 
@@ -766,7 +765,7 @@ def test_controllers_resume_exactly():
 def test_a_controller_that_starts_elsewhere_now_leaves_the_checkpoints_value():
     for before, now in (
         (AdaptiveKLController(0.001, 0.1, 10000), AdaptiveKLController(0.002, 0.1, 10000)),
-        (FixedKLController(0.25), FixedKLController(1)),
+        (AdaptiveKLController(0.25), AdaptiveKLController(1)),
         (AdaptiveEntropyController(0.01, 0.2), AdaptiveEntropyController(0.02, 0.2)),
     ):
         start = now.value

@@ -388,7 +388,7 @@ def test_a_sample_depends_on_its_seed_and_nothing_else(engine_and_model):
 
 
 def rollouts_of(engine, seed: int = 1, response_length: int = 8) -> Rollouts:
-    sizes = Sizes(2, 1, 1, 3, 6, 6)
+    sizes = Sizes(2, 1, 1, 3)
     fixed = {"async_level": 0, "recorder": NoRecorder(), "reads_log_probs": False}
     fixed |= {"sync_tolerance": TOLERANCE, "max_mismatch": 1.0, "world": World(0, 1, torch.device("cpu"))}
     return Rollouts(engine, engine, None, Sampling(response_length), sizes=sizes, seed=seed, **fixed)
