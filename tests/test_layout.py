@@ -14,7 +14,6 @@ ORDER += [
     "distributed",
     "core_algos",
     "data_proto",
-    "batch_file",
     "batch_values",
     "args",
     "declared",

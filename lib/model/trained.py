@@ -208,13 +208,11 @@ class Policy(LanguageModel, TrainedModel):
         gets its column routed_experts. A collective."""
         f, s, squares = self.forward, self.forward.sampling, "squared_score" in names
         options: dict[str, Any] = {"sum_pi_squared": squares, "truncation": s.truncation, "row_group": f.row_group}
-        if f.routing_replay == "R2":
-            routes: list[torch.Tensor] = []
-            own, options = without_routes(batch), options | {"routes": routes}
-            outputs = batched_log_probs(self.module, own, s.temperature, f.micro_batch_tokens, **options)
+        routes: list[torch.Tensor] | None = [] if f.routing_replay == "R2" else None
+        own = batch if routes is None else without_routes(batch)
+        outputs = batched_log_probs(self.module, own, s.temperature, f.micro_batch_tokens, routes=routes, **options)
+        if routes is not None:
             batch.non_tensor_batch[ROUTES] = routes_column(routes)
-        else:
-            outputs = batched_log_probs(self.module, batch, s.temperature, f.micro_batch_tokens, **options)
         columns = dict(zip(("old_log_probs", "entropys", "squared_score"), outputs))
         if squares:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
             sums = columns["squared_score"]

@@ -28,7 +28,7 @@ from lib.core_algos import (
     masked_whiten,
 )
 from lib.core_algos.papers.outcomes import gdpo, grpo_leave_one_out
-from lib.core_algos.papers.token_baselines import optimal_token_baseline, tir_optimal_token_baseline
+from lib.core_algos.papers.tokens_and_turns import optimal_token_baseline, tir_optimal_token_baseline
 from lib.declared import ADV_ESTIMATORS
 from remax import remax_advantages
 from tests.reference_formulas import grpo_advantages, ppo_advantages, rewards_to_go
