@@ -226,8 +226,8 @@ def token_log_probs(
     """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,), then what `OverVocabulary` gives.
     A method that `load_model` binds. inputs: what the decoder takes, over (b, l) positions; select (n,): indices into
     the b * l; some may repeat."""
-    if not logits_are_a_plain_product(self) or self.get_decoder() is self:
-        logits = self(**with_images(self, inputs), use_cache=False).logits.flatten(0, 1)[select]
+    if not logits_are_a_plain_product(self) or self.get_decoder() is self:  # no vision model: see load_model
+        logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]
         results = _by_whole_logits(logits, y, temperature, sum_pi_squared, truncation)
         return results + signal(_log_softmax(logits, 1 / temperature), slice(None)) if signal else results
     h, weight = token_hidden_states(self, inputs, select), self.get_output_embeddings().weight
@@ -238,7 +238,8 @@ def token_log_probs(
 
 def token_hidden_states(self, inputs: dict, select: torch.Tensor) -> torch.Tensor:
     """What the head multiplies at the selected positions, (n, D). Bound as `token_log_probs` is."""
-    h = self.get_decoder()(**with_images(self, inputs), use_cache=False).last_hidden_state
+    inputs = with_images(self, **inputs) if "images" in inputs else inputs
+    h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
     return h.to(self.get_output_embeddings().weight.dtype)  # Mamba-2 keeps it in fp32
 

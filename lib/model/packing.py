@@ -259,7 +259,8 @@ def _response_inputs(
         # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
         seen, shape = torch.zeros_like(ids, dtype=torch.bool), inputs["input_ids"].shape
         seen.view(-1)[token] = len(target) > 0
-        images = inputs["images"] = images_of(model, media, ids, trained, seen, place, shape, tower)
+        if images := images_of(model, media, ids, trained, seen, place, shape, tower):
+            inputs["images"] = images
     if padding_free:
         inputs |= _sequence_bounds(model, tree, None if images is None else images.blocks)
     return *to_device((inputs, select, target), device), place[:0] if is_empty else place

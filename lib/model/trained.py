@@ -83,7 +83,6 @@ class TrainedModel:
     reduce_each_micro_batch: bool
     offload_optimizer: bool = False  # its state is in CPU memory, but for its step
     checks: UpdateChecks = field(default_factory=UpdateChecks)
-    routing: RoutingMetrics = field(default_factory=RoutingMetrics)
     trained_mask: ClassVar[str] = "loss_mask"  # the column of the tokens that its loss sums
 
     def __post_init__(self):
@@ -91,6 +90,7 @@ class TrainedModel:
         self.loss_scale = LossScale() if self.forward.compute_dtype == torch.float16 else None
         self._masks: list[torch.Tensor] = []  # of the mini-batch; none: a script with its own loop
         self.computed = UpdateFlops(self.module)
+        self.routing = RoutingMetrics() if getattr(self.module, "routers", ()) else None
         self.host_state = None
         if self.offload_optimizer:
             self.host_state = HostState(self.optimizer, compute_device(self.module))
@@ -133,7 +133,7 @@ class TrainedModel:
             refresh_weights(self.module)
         self._masks.clear()
         [lr, *_] = self.scheduler.get_last_lr()
-        metrics |= self.checks.end() | self.routing.end() | self.computed.end()
+        metrics |= self.checks.end() | self.computed.end() | (self.routing.end() if self.routing else {})
         self.scheduler.step()
         self.optimizer.zero_grad()
         metrics |= {f"{self.name}/grad_norm": Mean(grad_norm, 1), f"{self.name}/lr": Mean(float(lr), 1)}
@@ -198,7 +198,7 @@ class Policy(LanguageModel, TrainedModel):
         options: dict[str, Any] = {"row_group": f.row_group, "signal": signal, "columns": columns}
         outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, **options)
         self.checks.watch(micro, *outputs[:2])
-        if getattr(self.module, "routers", ()):  # a script's own model has none
+        if self.routing:
             self.routing.watch(self.module)
         return outputs
 

@@ -209,15 +209,9 @@ def dummy_image(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
 
 
 # ---- the forward ---------------------------------------------------------------------------------
-def with_images(model: PreTrainedModel, inputs: dict) -> dict:
-    """The decoder's inputs, with `images`, if there are any, laid over the embeddings."""
-    rest = {name: x for name, x in inputs.items() if name != "images"}
-    images = inputs.get("images")
-    return rest if images is None else _over_embeddings(model, images, rest)
-
-
-def _over_embeddings(model: PreTrainedModel, images: Images, rest: dict) -> dict:
-    """Raises InputError: an image has another number of features than its row has placeholders."""
+def with_images(model: PreTrainedModel, images: Images, **rest) -> dict:
+    """The decoder's inputs, the `rest` with the images laid over its embeddings. Raises InputError: an image has another
+    number of features than its row has placeholders."""
     embeds = model.get_input_embeddings()(rest.pop("input_ids"))
     flat, deep = embeds.flatten(0, 1), []
     for kind, own in images.inputs.items():
@@ -268,7 +262,9 @@ def cache_keyword(model: PreTrainedModel) -> str:
 def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
     """Logits (n, V) after the positions select (n,), indices into the (b, l) of the inputs: for sampling from prompts
     with images. A method that `load_model` binds to vision models."""
-    h = self.get_decoder()(**with_images(self, inputs), use_cache=cache_keyword(self) in inputs).last_hidden_state
+    use_cache = cache_keyword(self) in inputs
+    inputs = with_images(self, **inputs) if "images" in inputs else inputs
+    h = self.get_decoder()(**inputs, use_cache=use_cache).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))
     return self.get_output_embeddings()(h)
 
