@@ -210,7 +210,7 @@ def dummy_image(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
 
 # ---- the forward ---------------------------------------------------------------------------------
 def with_images(model: PreTrainedModel, images: Images, **rest) -> dict:
-    """The decoder's inputs, the `rest` with the images laid over its embeddings. Raises InputError: an image has another
+    """The decoder's inputs: `rest`, with the images laid over its embeddings. Raises InputError: an image has another
     number of features than its row has placeholders."""
     embeds = model.get_input_embeddings()(rest.pop("input_ids"))
     flat, deep = embeds.flatten(0, 1), []
