@@ -70,7 +70,7 @@ class RolloutEngine(Protocol):
 
     in_process: bool = False  # whether it is a SteppedEngine
     asynchronous: bool = False  # whether it samples while ranks train
-    shares_weights: bool = False  # whether it samples with the trainer's own tensors
+    shares_weights: bool = False  # whether it samples with the trainer's own tensors, and needs no load_weights
     takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
     gives_routes: bool = False  # whether it returns routed_experts if `route_layers` is set

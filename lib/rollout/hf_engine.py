@@ -18,7 +18,6 @@ from lib.model.routing import chosen_experts
 from lib.model.vision import cache_keyword, images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, row_limits, stop_token_ids
 from lib.rollout.group_cache import GroupCache, can_group
-from lib.rollout.weight_sync import weight_checksum
 from lib.sampling import Sampling
 from lib.seeds import splitmix64
 
@@ -39,10 +38,6 @@ class HFEngine(SteppedEngine):
         self._cache_keyword = known_cache(model)
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
         self._waiting: dict[str, tuple[list[int], Sampling, int, Media | None]] = {}
-
-    def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Copies nothing, since the weights are shared; sets version and checksum."""
-        self.version, self.checksum = version, weight_checksum(model, next(model.parameters()).dtype)
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         ids = media.ids if media else ids

@@ -97,7 +97,8 @@ def engine_class(name: str) -> Any:
     engine: Any = load_object("--rollout-engine", name)
     if RolloutEngine not in getattr(engine, "__mro__", ()):
         raise InputError(f"--rollout-engine {name}: must be a class that inherits lib.rollout.RolloutEngine")
-    needed = ["generate", *(["load_weights", "probe_log_probs"] if engine.takes_weights else [])]
+    needed = ["generate", *(["load_weights"] if engine.takes_weights and not engine.shares_weights else [])]
+    needed += ["probe_log_probs"] if engine.takes_weights else []
     needed += ["session", "submit", "step", "abort"] if engine.in_process else []
     own = {method for cls in engine.__mro__ if cls not in (RolloutEngine, SteppedEngine) for method in vars(cls)}
     if missing := [method for method in needed if method not in own]:

@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from lib import InputError
 from lib.data.vision import Media, Vision, media_hash
 from lib.data_proto import DataProto
-from lib.distributed import Part, all_gather_lists, compute_device, iter_full_params, weight_shards
+from lib.distributed import Part, all_gather_lists, compute_device, fsdp_modules, iter_full_params, weight_shards
 from lib.model import response_log_probs
 from lib.rollout.engine import ImageProbe, RolloutEngine
 
@@ -46,27 +46,28 @@ def sync_weights(
 ) -> Mapping[str, float]:
     """Gives the engine the trainer's weights as `version`, unless it has it, and checks them. A collective.
 
-    A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a probe
-    (random tokens; of a vision model also a text after an image) find weights that are not used: a
-    stale tied head, kept image features. Raises InputError if weights or log-probs of the trainer are
-    not finite, or k3 of a probe exceeds `max_mismatch`; WeightSyncError if the checksum differs, or a
-    probe's mean |log-prob difference| exceeds `tolerance`."""
+    Where the engine has weights of its own, a checksum over the bits of all finds a skipped or cut-off
+    sync. The log-probs of a probe (random tokens; of a vision model also a text after an image) find
+    weights that are not used: a stale tied head, kept image features. Raises InputError if weights or
+    log-probs of the trainer are not finite, or k3 of a probe exceeds `max_mismatch`; WeightSyncError if
+    the checksum differs, or a probe's mean |log-prob difference| exceeds `tolerance`."""
     if engine.version == version:
         return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
     since = "at the start: see --model"
     if version:
         since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
     _check_finite(model, since)
-    if not engine.takes_weights:
-        engine.version = version
-        return engine.verified
-    engine.load_weights(model, version)
     failed = f"weight sync to version {version} failed"
-    parts: tuple[Part, ...] = ("base", "adapter") if engine.lora_sync == "adapter" else ("merged",)
-    expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype, parts)
-    if (engine.version, engine.checksum) != (version, expected):
-        held = f"the engine holds version {engine.version} with checksum {engine.checksum}"
-        raise WeightSyncError(f"{failed}: {held}, the trainer has {expected}")
+    if engine.takes_weights and not engine.shares_weights:
+        engine.load_weights(model, version)
+        parts: tuple[Part, ...] = ("base", "adapter") if engine.lora_sync == "adapter" else ("merged",)
+        expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype, parts)
+        if (engine.version, engine.checksum) != (version, expected):
+            held = f"the engine holds version {engine.version} with checksum {engine.checksum}"
+            raise WeightSyncError(f"{failed}: {held}, the trainer has {expected}")
+    engine.version = version
+    if not engine.takes_weights:
+        return engine.verified
     probes: dict[str, ImageProbe | None] = {"on the probe": None}
     if engine.image_probe is not None:
         probes["on the probe with an image"] = engine.image_probe
@@ -142,6 +143,8 @@ def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, m
 
 
 def _check_finite(model: PreTrainedModel, since: str) -> None:
+    for module in fsdp_modules(model):  # a forward without backward leaves the root's weights as copies
+        module.reshard()
     shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     finite = torch.stack([shard.isfinite().all() for shard in shards.values()]).tolist()
     own = [name for name, is_finite in zip(shards, finite) if not is_finite]
