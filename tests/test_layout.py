@@ -19,7 +19,7 @@ ORDER += [
     "declared",
     "columns",
 ]
-ORDER += ["sampling", "cli", "manifest", "seeds"]
+ORDER += ["sampling", "cli", "manifest"]
 """a room imports those behind it"""
 WINGS = ("agent", "servers", "planner")
 ABOVE = ("rewards", "tools", "data", "benchmarks", "tests")  # lib names scorers as text: lib/reward/scorers.py

@@ -15,7 +15,7 @@ from lib import InputError
 from lib.columns import COLUMNS
 from lib.data.dataset import PromptDataset
 from lib.data.difficulty import Difficulty
-from lib.seeds import seeded
+from lib.sampling import seeded
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 beside torch 2.13
 

@@ -16,9 +16,10 @@ from lib.distributed.device import record_memory, set_device_rng_state, synchron
 from lib.distributed.launch import NO_ROOM, OVER, JobOver, World, init_distributed, is_on_one_node, run, wait_for_all
 from lib.distributed.launch import advise_out_of_memory, job_store, listening_store, on_early_end, print_last
 from lib.distributed.reduced import Max, Mean, Metric, Min, Std, Sum, add_metrics, check_number, faults
-from lib.distributed.reduced import reduce_metrics, start_step, step_timing, timed, token_means
+from lib.distributed.reduced import current_stage, enter_stage, reduce_metrics, start_step, step_timing, timed
+from lib.distributed.reduced import token_means
 from lib.distributed.sharding import TENSOR_PARALLEL_STYLES, RowGroup, layer_plan, make_mesh, make_row_group
 from lib.distributed.sharding import clip_grad_norm, compute_device, fsdp_modules, shard_model, trainable_parameters
 from lib.distributed.sharding import Part, full_tensor, iter_full_params, merged_weight, saved_buffers, weight_shards
 from lib.distributed.sharding import set_gradient_sync, unsharded
-from lib.distributed.watchdog import StoreLost, current_stage, enter_stage, note_waits_in
+from lib.distributed.watchdog import StoreLost, note_waits_in

@@ -4,6 +4,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,9 +12,19 @@ import torch.distributed as dist
 
 from lib import InputError
 from lib.distributed.device import device_setter, single_rank_backend
-from lib.distributed.launch import collective_timeout
 
 BUCKET_BYTES = 256 << 20  # that move at a time: weights to servers, Adam's moments; a larger tensor goes alone
+_timeout = timedelta(days=7)
+
+
+def limit_collectives(seconds: float) -> None:
+    global _timeout
+    _timeout = timedelta(seconds=seconds)
+
+
+def collective_timeout() -> timedelta:
+    """For a collective in any group, and for the job's store."""
+    return _timeout
 
 
 def in_thread(call: Callable[[], Any]) -> Future:

@@ -17,7 +17,6 @@ from torch.profiler import record_function
 
 from lib import InputError
 from lib.distributed.device import memory_in_use, reset_peak_memory, synchronize
-from lib.distributed.watchdog import enter_stage
 
 Number = float | torch.Tensor
 
@@ -140,11 +139,22 @@ def faults(found: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
 
 
 # ---- the stages of a step ------------------------------------------------------------------------
+_stage = ("start", time.monotonic(), True)  # this rank's, since when, and whether its time is limited
 _step = 0
 _seconds: dict[str, float] = defaultdict(float)
 _memory: dict[str, float] = {}  # perf/memory_<kind>_gib/<stage>
 _started = 0.0
 _open = False  # whether a stage is being timed
+
+
+def enter_stage(name: str, limited: bool = True) -> None:
+    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time, which may be unlimited."""
+    global _stage
+    _stage = (name, time.monotonic(), limited)
+
+
+def current_stage() -> str:
+    return _stage[0]
 
 
 def start_step(step: int) -> None:

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from lib.distributed import reduced
+
 # On each rank a thread writes its rank's stage to the job's store. When a stage has taken a 30th of its time limit, and
 # each time that has doubled, the thread prints where all ranks are. At the limit it ends the process. The launcher then
 # ends the other ranks or, with --max-restarts, restarts all of them.
 
-_stage = ("start", time.monotonic(), True)  # this rank's stage, since when, and whether its time is limited
 _watcher: threading.Thread | None = None
 _notebook: Path | None = None
 _finished = threading.Event()
@@ -36,16 +37,6 @@ class StoreLost(RuntimeError):
 
 class LauncherLost(RuntimeError):
     """torchrun or accelerate, which would end or restart the other ranks, is gone."""
-
-
-def enter_stage(name: str, limited: bool = True) -> None:
-    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time, which may be unlimited."""
-    global _stage
-    _stage = (name, time.monotonic(), limited)
-
-
-def current_stage() -> str:
-    return _stage[0]
 
 
 def start_watching(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
@@ -93,9 +84,9 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
     while not _finished.wait(beat_s):
         line = _line_of_main_thread()
         if line == "debugger":  # a prompt may stay as long as it likes
-            enter_stage(_stage[0], _stage[2])
-        if watched is not _stage:
-            watched, next_line_s = _stage, first_line_s
+            reduced.enter_stage(reduced._stage[0], reduced._stage[2])
+        if watched is not reduced._stage:
+            watched, next_line_s = reduced._stage, first_line_s
         (name, since, limited), now = watched, time.monotonic()
         seconds, limit_s = now - since, timeout_s if limited else math.inf
         if launcher not in (None, os.getppid()):

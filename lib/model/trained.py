@@ -28,7 +28,7 @@ from lib.model.flops import UpdateFlops
 from lib.model.load import without_adapters
 from lib.model.log_probs import Signal, batched_log_probs, check_rows, logits_are_a_plain_product, response_log_probs
 from lib.model.packing import of_responses
-from lib.model.routing import ROUTES, RoutingMetrics, routes_column, without_routes
+from lib.model.routing import ROUTES, RoutingMetrics, routes_column
 from lib.model.update_checks import UpdateChecks
 from lib.model.values import batched_values, response_values
 from lib.sampling import Sampling
@@ -183,7 +183,7 @@ class Policy(LanguageModel, TrainedModel):
     def check_rows(self, batch: DataProto) -> None:
         """Also adds is_fresh (B,): rows not sampled by older weights, and without a given token that is trained. Their
         log-probs must agree with the engine's."""
-        super().check_rows(without_routes(batch))
+        super().check_rows(_without_routes(batch))
         t = batch.batch
         t["is_fresh"] = t["policy_version"] >= self.sampled_since
         if "given_mask" in t:
@@ -209,7 +209,7 @@ class Policy(LanguageModel, TrainedModel):
         f, s, squares = self.forward, self.forward.sampling, "squared_score" in names
         options: dict[str, Any] = {"sum_pi_squared": squares, "truncation": s.truncation, "row_group": f.row_group}
         routes: list[torch.Tensor] | None = [] if f.routing_replay == "R2" else None
-        own = batch if routes is None else without_routes(batch)
+        own = batch if routes is None else _without_routes(batch)
         outputs = batched_log_probs(self.module, own, s.temperature, f.micro_batch_tokens, routes=routes, **options)
         if routes is not None:
             batch.non_tensor_batch[ROUTES] = routes_column(routes)
@@ -227,7 +227,7 @@ class Critic(TrainedModel):
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
         self.computed.count(micro)
-        values = response_values(self.module, without_routes(micro), row_group=self.forward.row_group)
+        values = response_values(self.module, _without_routes(micro), row_group=self.forward.row_group)
         self.checks.watch(micro, values)
         return values
 
@@ -235,7 +235,7 @@ class Critic(TrainedModel):
     def batched_values(self, batch: DataProto) -> torch.Tensor:
         """Values (B, T), without gradients. A collective."""
         f = self.forward
-        return batched_values(self.module, without_routes(batch), f.micro_batch_tokens, row_group=f.row_group)
+        return batched_values(self.module, _without_routes(batch), f.micro_batch_tokens, row_group=f.row_group)
 
 
 SUMMED = 8  # weights that are looked at, or fewer
@@ -260,14 +260,14 @@ class Reference(LanguageModel):
         if self.frozen:
             self._check_weights()
         with without_adapters(self.module):
-            return super().batched_signal(without_routes(batch), signal, *columns)
+            return super().batched_signal(_without_routes(batch), signal, *columns)
 
     @torch.no_grad()
     def hidden_states(self, micro: DataProto) -> torch.Tensor:
         """What this model's head multiplies, (b, T, D), of a micro-batch. A collective."""
         forward = lambda inputs, select, _: (self.module.token_hidden_states(inputs, select),)  # noqa: E731
         with without_adapters(self.module):
-            [hidden] = of_responses(self.module, without_routes(micro), forward, row_group=self.forward.row_group)
+            [hidden] = of_responses(self.module, _without_routes(micro), forward, row_group=self.forward.row_group)
         for module in fsdp_modules(self.module):
             module.reshard()
         return hidden
@@ -300,6 +300,13 @@ class Reference(LanguageModel):
             self._sums = sums
         if all_reduce_max(int(not sums.equal(self._sums)), sums.device):
             raise InputError("the reference's weights have changed: it must be a model that no optimizer trains")
+
+
+def _without_routes(batch: DataProto) -> DataProto:
+    """For a model that chooses its experts itself."""
+    if ROUTES not in batch.non_tensor_batch:
+        return batch
+    return batch.select(non_tensor_batch_keys=[name for name in batch.non_tensor_batch if name != ROUTES])
 
 
 def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[DataProto]:

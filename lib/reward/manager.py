@@ -29,7 +29,7 @@ from lib.reward.pool import Pool
 from lib.reward.scorer import ARGUMENTS, LARGEST_SCORE, OF, call, checked, load_scorer, text_hash
 from lib.reward.scorers import Scorer
 from lib.rollout import NoRecorder
-from lib.seeds import seeded
+from lib.sampling import seeded
 
 SHADOW = "shadow/"  # begins the names of values that nothing is trained on
 ALWAYS = 16  # a scorer that failed on its first responses, this many over all ranks, stops the run

@@ -37,8 +37,8 @@ from lib.cli.secrets import secret_in
 from lib.reward.frames import Frames
 from lib.reward.printed import MOST_OF_CALL, PrintLog
 from lib.reward.scorer import LONGEST_RESULT, call, checked, load_scorer
+from lib.sampling import seeded, set_seed
 from lib.sandbox import client
-from lib.seeds import seeded, set_seed
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

@@ -18,8 +18,7 @@ from lib.model.routing import chosen_experts
 from lib.model.vision import cache_keyword, images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, row_limits, stop_token_ids
 from lib.rollout.group_cache import GroupCache, can_group
-from lib.sampling import Sampling
-from lib.seeds import splitmix64
+from lib.sampling import Sampling, splitmix64
 
 LONG_PROMPT = 128  # tokens; to copy a shorter prompt's cache to each row costs less than GroupCache
 

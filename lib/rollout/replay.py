@@ -24,28 +24,9 @@ from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, timed
 from lib.manifest import MANIFEST, entry, why_altered, why_incomplete, write_manifest
+from lib.rollout.engine import NoRecorder
 
 BATCH = "batch.safetensors"
-
-
-class NoRecorder:
-    """Computes everything, as Recorder and Replayer do in validation, between `end` and `begin`."""
-
-    replays = False  # whether steps get what was recorded
-    replaying = False  # whether the present step does: not between steps
-
-    def begin(self, step: int) -> None: ...
-
-    def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
-        """The step's next input of this name: computed, or as it was recorded."""
-        return produce()
-
-    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
-        """The responses to `prompts`, row by row; any_order: to as many groups of other prompts."""
-        return self.record("rollout", produce)
-
-    def end(self, batch: DataProto) -> None:
-        """The step takes no more. batch: that of the update."""
 
 
 class _RecordOnDisk(NoRecorder):

@@ -39,6 +39,7 @@ from lib.model import Policy
 from lib.model.routing import ROUTES
 from lib.rollout.engine import (
     Generated,
+    NoRecorder,
     RolloutEngine,
     SteppedEngine,
     add_responses,
@@ -47,7 +48,6 @@ from lib.rollout.engine import (
     prompts_of,
     request_seeds,
 )
-from lib.rollout.replay import NoRecorder
 from lib.rollout.weight_sync import image_probe, sync_weights
 from lib.sampling import Sampling
 

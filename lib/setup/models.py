@@ -12,7 +12,7 @@ from lib import model as models
 from lib.args import OptimizerArgs, ScriptArgs, ShardArgs
 from lib.distributed import COMPILED, World, make_mesh, make_row_group, shard_model, trainable_parameters
 from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
-from lib.seeds import set_seed
+from lib.sampling import set_seed
 from lib.setup.needs import Needs, get_attention
 
 USUAL_LR = {"full fine-tuning": (1e-7, 3e-5), "LoRA": (2e-6, 1e-3)}  # of AdamW in RL (docs/defaults.md)

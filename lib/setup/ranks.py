@@ -23,7 +23,7 @@ from lib.distributed import (
 )
 from lib.rollout import vllm_refuses
 from lib.run.run_config import describe_start, read_json
-from lib.seeds import set_seed
+from lib.sampling import set_seed
 from lib.setup.inputs import Inputs, load_inputs
 from lib.setup.needs import Needs, check, has_estimate, least_memory
 

@@ -170,7 +170,7 @@ SECOND_START = {  # what rank 1 has otherwise, and what is said of it
     "--train-files {tmp}/copy/swapped.jsonl": "--train-files is {tmp}/copy/swapped.jsonl on rank 1, {tmp}/rows",
     "--val-files {tmp}/copy/swapped.jsonl": "--val-files is {tmp}/copy/swapped.jsonl on rank 1, {tmp}/rows",
     "script": "the script grpo.py holds something else, or is missing, on rank 1",
-    "lib": "lib/seeds.py holds something else, or is missing, on rank 1",
+    "lib": "lib/sampling.py holds something else, or is missing, on rank 1",
     "weights": "--model {tmp}/model holds something else, or is missing, on rank 1",
     "scorer": "--reward {tmp}/reward.py:score holds something else, or is missing, on rank 1",
     "what a scorer imports": "the module helper_of_reward holds something else, or is missing, on rank 1",
@@ -190,7 +190,7 @@ def test_what_differs_between_the_starts_of_two_ranks_is_named(tmp_path, monkeyp
         (folder / "model/model.safetensors").write_text("weights")
         (folder / "reward.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0")
     monkeypatch.setattr(run_config, "ROOT", tmp_path)
-    script, code, helper = tmp_path / "grpo.py", tmp_path / "lib/seeds.py", tmp_path / "helper_of_reward.py"
+    script, code, helper = tmp_path / "grpo.py", tmp_path / "lib/sampling.py", tmp_path / "helper_of_reward.py"
     code.parent.mkdir()
     for file in (script, code, helper):
         file.write_text("seed = 1")

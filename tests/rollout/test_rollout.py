@@ -72,7 +72,7 @@ from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.vllm_start import adapter_settings
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter
 from lib.run.export import write_adapter
-from lib.seeds import splitmix64
+from lib.sampling import splitmix64
 from servers.engine import NEUTRAL
 from tests.common import (
     ROOT,

@@ -23,8 +23,7 @@ from lib.manifest import entry, write_manifest
 from lib.model import add_lora, load_model, log_probs_of
 from lib.model.log_probs import _of_tokens
 from lib.model.vision import cache_keyword
-from lib.sampling import Sampling
-from lib.seeds import splitmix64
+from lib.sampling import Sampling, splitmix64
 from tests.common import ROOT, TOY_MODEL, randomize_lora_b, with_slow
 from tests.mutants.planting import run
 from tools import mismatch
