@@ -128,8 +128,6 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("denominator_mask", "B, T", "bool", "counted in the means", "update"),
         Column("valid_mask", "B, T", "bool", "in a group", "value loss"),
     ),
-    "lib/data/micro_batches.py: prepare_dynamic_batch": (
-    ),
     "lib/log/rollouts.py: add_outputs": (
         Column("log_probs", "B, T", "float32", "log-probs in the last pass of the update", "samples", saved=": float"),
         Column("entropy", "B, T", "float32", "entropy in the last pass of the update", "samples", saved=": float"),

@@ -48,6 +48,6 @@ from lib.core_algos.reductions import (
     masked_whiten,
     zero_variance_rows,
 )
-from lib.core_algos.rollout_correction import compute_rollout_correction, get_rollout_correction_fn
+from lib.core_algos.rollout_correction import compute_rollout_correction
 from lib.core_algos.token_masks import compute_token_masks
 from lib.core_algos.vocabulary import at_ids, forward_kl, reverse_kl, top_k

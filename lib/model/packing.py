@@ -240,6 +240,7 @@ def _response_inputs(
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": rope if len(rope) == 1 else rope[:, None]}
     # a token is predicted one place to its left; the step's checks find a mask that includes padding
     select = place[target // T * L + L - T - 1 + target % T].clamp(min=0)
+    model.tree = None if is_empty else tree
     model.real_tokens, padding = slice(0 if is_empty else None), None
     if not padding_free:
         [places], back = sequence_rows(tree, one_size=True)  # (S, l), (N,)

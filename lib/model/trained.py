@@ -46,6 +46,11 @@ class ForwardConfig:
     modules: list[PreTrainedModel] = field(default_factory=list)
     """all that go this way: they change their attention together"""
 
+    @property
+    def ranks(self) -> int:
+        """Those that run their rows together."""
+        return self.row_group.ranks.size() if self.row_group else 1
+
 
 @dataclass
 class LossScale:
@@ -193,10 +198,10 @@ class Policy(LanguageModel, TrainedModel):
     def log_probs(self, micro: DataProto, signal: Signal | None = None, *columns: str) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With a truncation (top_p, top_k
         or min_p) also which tokens it would not have kept. Then the signal's results, as in `response_log_probs`."""
-        self.computed.count(micro)
         f, s = self.forward, self.forward.sampling
         options: dict[str, Any] = {"row_group": f.row_group, "signal": signal, "columns": columns}
         outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, **options)
+        self.computed.count(micro, self.forward.ranks)
         self.checks.watch(micro, *outputs[:2])
         if self.routing:
             self.routing.watch(self.module)
@@ -226,8 +231,8 @@ class Critic(TrainedModel):
 
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
-        self.computed.count(micro)
         values = response_values(self.module, _without_routes(micro), row_group=self.forward.row_group)
+        self.computed.count(micro, self.forward.ranks)
         self.checks.watch(micro, values)
         return values
 

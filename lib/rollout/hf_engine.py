@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
@@ -92,7 +93,9 @@ class HFEngine(SteppedEngine):
 
         prompts, numbers = distinct_prompts(prompt_ids, media)
         prompt_of_row = torch.tensor(numbers, device=device)  # (R,)
-        ids, mask = left_padded([own for own, _ in prompts], self.pad_token_id, device)  # (n, P)
+        texts = [torch.tensor(own) for own, _ in prompts]
+        ids = pad_sequence(texts, True, self.pad_token_id, "left").to(device)  # (n, P)
+        mask = pad_sequence([torch.ones_like(own) for own in texts], True, 0, "left").to(device)
         cache = DynamicCache(config=self.model.config)
         logits, positions = self._prefill(ids, mask, [own for _, own in prompts], cache)
         routes = []  # of the prompts (n, P, layers, k), then of each token (R, layers, k)
@@ -204,14 +207,6 @@ def distinct_prompts(prompt_ids, media) -> tuple[list[tuple[list[int], Media | N
     distinct = dict(zip(keys, media))
     number = {key: i for i, key in enumerate(distinct)}
     return [(list(ids), own) for (ids, _), own in distinct.items()], [number[key] for key in keys]
-
-
-def left_padded(texts: list[list[int]], pad_token_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask), both (n, P)."""
-    width = max(map(len, texts))
-    ids = [[pad_token_id] * (width - len(text)) + text for text in texts]
-    mask = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def add_routes(generated: list[Generated], routes: list[torch.Tensor], lengths, prompt_of_row: torch.Tensor) -> None:

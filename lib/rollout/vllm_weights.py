@@ -40,10 +40,6 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(layer)
 
 
-def is_gpt_oss(model: torch.nn.Module) -> bool:
-    return type(model).__name__ == "GptOssForCausalLM"
-
-
 def split_experts(
     weights: Iterable[tuple[str, torch.Tensor]], sinks: list[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,7 +77,7 @@ class DirectEngine(WeightTransferEngine):
         self.load(update_info.weights)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if is_gpt_oss(self.model):
+        if type(self.model).__name__ == "GptOssForCausalLM":
             weights = split_experts(weights, self.sinks)
         self.model.load_weights(iter(weights))
 

@@ -4,7 +4,6 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,14 +30,6 @@ class WeightSyncError(InputError):
 
 class UnsupportedAdapter(InputError):
     """The rollout engine cannot sample with this LoRA adapter."""
-
-
-class Difference(NamedTuple):
-    """Of the engine's log-probs from the trainer's, on a probe."""
-
-    mean: float  # nats, absolute
-    k3: float
-    finite: bool  # the trainer's log-probs are
 
 
 def sync_weights(
@@ -73,15 +64,15 @@ def sync_weights(
         probes["on the probe with an image"] = engine.image_probe
     means = []
     for where, probe in probes.items():
-        difference = _probe_difference(engine, model, probe)
-        if not difference.finite:
+        mean, k3, finite = _probe_difference(engine, model, probe)
+        if not finite:
             raise InputError(f"the policy's log-probs are not finite {since}")
-        check_mismatch(difference.k3, max_mismatch, f"{where} after step {version}")
-        if not difference.mean <= tolerance:
-            what = f"engine and trainer differ by {difference.mean:.3g} nats {where} (allowed: {tolerance:g})"
+        check_mismatch(k3, max_mismatch, f"{where} after step {version}")
+        if not mean <= tolerance:
+            what = f"engine and trainer differ by {mean:.3g} nats {where} (allowed: {tolerance:g})"
             why = "the engine got the weights and does not compute with them (a server must serve one run only)"
             raise WeightSyncError(f"{failed}: {what}; {why}")
-        means.append(difference.mean)
+        means.append(mean)
     engine.verified = {"rollout/canary_logp_diff": max(means)}
     return engine.verified
 
@@ -96,9 +87,9 @@ def check_mismatch(k3: float, limit: float, where: str) -> None:
 
 
 @torch.no_grad()
-def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> Difference:
-    """Over the text of the probe, of the server that differs most, the same on all ranks. probe:
-    None for random tokens."""
+def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> tuple:
+    """(mean |log-prob difference| in nats, k3, whether the trainer's log-probs are finite) over the text of the probe,
+    of the server that differs most, the same on all ranks. probe: None for random tokens."""
     if probe is None:
         vocab_size = model.config.get_text_config().vocab_size
         ids = np.random.default_rng(0).integers(0, vocab_size, size=32).tolist()
@@ -116,7 +107,7 @@ def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: Imag
     is_infinite = not own.isfinite().all()
     largest = [float(log_ratio.abs().mean(-1).max()), float(k3.mean(-1).max()), float(is_infinite)]
     mean, k3, infinite = torch.tensor(all_gather_lists([largest])).amax(0).tolist()  # nan if there is one
-    return Difference(mean, k3, not infinite)
+    return mean, k3, not infinite
 
 
 def _probe_row(ids: list[int], positions: torch.Tensor, n: int) -> DataProto:

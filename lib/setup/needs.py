@@ -38,7 +38,7 @@ def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) ->
     dtype = get_compute_dtype(args.model.compute_dtype, device)
     correction = rollout_correction(args, dtype)
     if correction:
-        core_algos.get_rollout_correction_fn(correction)
+        core_algos.compute_rollout_correction(*[torch.ones(2, 1)] * 3, **correction)  # raises InputError
     reads_log_probs = bool(correction) or loss_corrects(args)
     check_engine(args, device, dtype, reads_log_probs)
     columns, log_probs = read_columns(args, correction, sizes.updates_per_step)

@@ -75,9 +75,8 @@ class Turns(NamedTuple):
     group: Tensor  # (N,)
     scores: Tensor  # (N,): R_i
     alive: Tensor  # (B,) bool
-    spread: Callable[
-        [Tensor], Advantages
-    ]  # A of each turn, in the order of `exists`, -> advantages (B, T), returns (B, T)
+    spread: Callable[[Tensor], Advantages]
+    """A of each turn, in the order of `exists`, -> advantages (B, T), returns (B, T)"""
 
 
 def _turns(rewards: Tensor, mask: Tensor, index: Index, turn_numbers: Tensor | None) -> Turns:
