@@ -96,6 +96,10 @@ _FOUND = [*_functions()]
 POLICY_LOSSES = {name: declared for kind, name, declared in _FOUND if kind == "Loss"}
 ADV_ESTIMATORS = {name: declared for kind, name, declared in _FOUND if kind == "Advantages"}
 TOKEN_MASKS = {name: declared for kind, name, declared in _FOUND if kind == "Mask"}
+MASKS_OF = {  # the token masks that a loss reads as columns, such as cov_keep of clip_cov
+    loss: {name: TOKEN_MASKS[name] for name in declared.columns if name in TOKEN_MASKS}
+    for loss, declared in POLICY_LOSSES.items()
+}
 CRITERIA = {  # of --rollout-correction.reject
     f"{scope}_{k}": Setting(Bounds if k == "k1" else Positive)
     for scope in ("token", "seq_sum", "seq_mean", "seq_max")
@@ -111,17 +115,12 @@ def named(choices: Mapping[str, Declared], name: str) -> Declared:
     return choices[name]
 
 
-def masks_of(loss: str) -> dict[str, Declared]:
-    """The token masks that a loss reads as columns, such as cov_keep of clip_cov."""
-    return {name: TOKEN_MASKS[name] for name in POLICY_LOSSES[loss].columns if name in TOKEN_MASKS}
-
-
 def settings_of_loss(loss: str) -> dict[str, Setting]:
     """What --loss-kwargs may give. vanilla is policy_loss of the script, with flags of its own (--clip-ratio-low)."""
     if loss == "vanilla":
         return {}
     settings = dict(POLICY_LOSSES[loss].settings)
-    for mask in masks_of(loss).values():
+    for mask in MASKS_OF[loss].values():
         settings |= mask.settings
     return settings
 
