@@ -120,29 +120,23 @@ def rollout_correction(args: ScriptArgs, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def check_engine(args: ScriptArgs, device: torch.device, dtype: torch.dtype, reads_log_probs: bool) -> None:
-    """Raises InputError for what vLLM cannot do on this device, or with which it samples uncorrected."""
-    if args.rollout.quantization:
-        corrected = reads_log_probs or args.validation.val_only
-        check_quantization(args.rollout.quantization, dtype, device, corrected)
+    """Raises InputError for what vLLM cannot do on this device, and for a quantization of its weights that no sync of
+    weights reaches, or that nothing corrects."""
+    if name := args.rollout.quantization:
+        flag = f'--vllm-kwargs {{"quantization": "{name}"}}'
+        if name not in ONLINE_FP8:
+            others = f"others need weights in their own format: take one of {', '.join(ONLINE_FP8)}"
+            raise InputError(f"{flag}: vLLM quantizes the weights of each sync itself only as FP8; {others}")
+        if device.type == "cpu" and name != ON_CPU:
+            raise InputError(f"{flag}: on a CPU vLLM has kernels for {ON_CPU} only: take that")
+        if dtype == torch.float32:
+            raise InputError(f"{flag}: vLLM quantizes 16-bit weights: set --compute-dtype bfloat16")
+        if not (reads_log_probs or args.validation.val_only):
+            fix = "set --rollout-correction.level token (docs/algorithms.md)"
+            raise InputError(f"{flag}: the engine samples from other probabilities than the loss assumes: {fix}")
     if args.model.routing_replay == "R3" and args.rollout.starts_vllm and device.type == "cpu" and not args.run.dry_run:
         why = "on a CPU vLLM does not return the experts"
         raise InputError(f"--routing-replay R3 with --rollout-engine vllm: {why}: take --rollout-engine hf, or R2")
-
-
-def check_quantization(name: str, dtype: torch.dtype, device: torch.device, corrected: bool) -> None:
-    """Raises InputError for a quantization of vLLM's weights that no sync of weights reaches, or that nothing corrects.
-    corrected: whether the loss accounts for the difference between engine and trainer."""
-    flag = f'--vllm-kwargs {{"quantization": "{name}"}}'
-    if name not in ONLINE_FP8:
-        others = f"others need weights in their own format: take one of {', '.join(ONLINE_FP8)}"
-        raise InputError(f"{flag}: vLLM quantizes the weights of each sync itself only as FP8; {others}")
-    if device.type == "cpu" and name != ON_CPU:
-        raise InputError(f"{flag}: on a CPU vLLM has kernels for {ON_CPU} only: take that")
-    if dtype == torch.float32:
-        raise InputError(f"{flag}: vLLM quantizes 16-bit weights: set --compute-dtype bfloat16")
-    if not corrected:
-        fix = "set --rollout-correction.level token (docs/algorithms.md)"
-        raise InputError(f"{flag}: the engine samples from other probabilities than the loss assumes: {fix}")
 
 
 def read_columns(args: ScriptArgs, correction: dict, updates_per_step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

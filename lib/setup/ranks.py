@@ -27,8 +27,6 @@ from lib.sampling import set_seed
 from lib.setup.inputs import Inputs, load_inputs
 from lib.setup.needs import Needs, check, has_estimate, least_memory
 
-NO_GROUPS = "reinforce_plus_plus"  # the estimator of grpo.py and dapo.py that has none
-
 
 def start(args: ScriptArgs) -> tuple[World, Needs, Inputs]:
     """Joins the job, checks flags, data and memory, and prints what it found. Raises InputError. See `join`."""
@@ -137,7 +135,7 @@ def describe(args: ScriptArgs, sizes: Sizes, world: World, inputs: Inputs) -> st
     ]
     if args.lr == 0:
         lines += ["note: --lr 0 leaves the policy as it is"]
-    if args.group_size == 1 and args.adv_estimator not in ("", NO_GROUPS):
+    if args.group_size == 1 and args.adv_estimator not in ("", "reinforce_plus_plus"):  # which have no groups
         lines += ["note: --group-size 1: a response's advantage is its reward (--adv-kwargs singleton)"]
     if args.run.dry_run:
         from planner.dry_run import describe_dry_run
