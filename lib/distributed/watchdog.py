@@ -52,13 +52,6 @@ def note_waits_in(file: Path) -> None:
     _notebook = file
 
 
-def _say_and_note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-    if _notebook is not None:
-        with suppress(OSError), _notebook.open("a") as file:  # a full disk must not end the run here
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-
-
 def stop_watching(wait_s: float | None = None) -> None:
     """Ends the watcher and waits for its end, which takes long if the job's store does not answer."""
     if _watcher is not None:
@@ -109,7 +102,10 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
         if seconds >= limit_s:
             raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
         if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):
-            _say_and_note(f"waiting: {_describe(states)}")  # one line for all ranks
+            print(line := f"waiting: {_describe(states)}", file=sys.stderr, flush=True)  # one line for all ranks
+            if _notebook is not None:
+                with suppress(OSError), _notebook.open("a") as file:  # a full disk must not end the run here
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
         next_line_s *= 2
 
 

@@ -220,7 +220,11 @@ def with_images(model: PreTrainedModel, images: Images, **rest) -> dict:
         parts = out.pooler_output
         if any(x.dim() == 5 for x in own.values()):  # Idefics3, which from transformers 5.23 on joins all images
             parts = torch.cat(list(parts)).unflatten(0, (len(out.last_hidden_state), -1))
-        _check_counts(parts, images.counts.get(kind), kind)
+        ends, counts = set(accumulate(len(part) for part in parts)), images.counts.get(kind)
+        if counts and (max(ends) != sum(counts) or not ends.issuperset(accumulate(counts))):
+            have = f"have {max(ends)} features, their prompts {sum(counts)} placeholder tokens"
+            why = "the processor is not this model's, or a prompt was cut"
+            raise InputError(f"the {kind}s of {len(counts)} prompts {have}: {why}")
         features, *levels = (torch.cat(list(x)) for x in (parts, *getattr(out, "deepstack_features", ())))
         # no token takes a dummy's features, but they are in the graph, and get gradients of zero
         taken = [F.embedding(images.takes[kind], x).to(flat.dtype) for x in (features, *levels)]
@@ -242,15 +246,6 @@ def with_images(model: PreTrainedModel, images: Images, **rest) -> dict:
             text, embeds, *of_cache, None, images.blocks
         )
     return rest
-
-
-def _check_counts(parts: Sequence[torch.Tensor], counts: list[int] | None, kind: str) -> None:
-    """parts: the features of each image. A row's images must have as many as the row has placeholders."""
-    ends = set(accumulate(len(part) for part in parts))
-    if counts and (max(ends) != sum(counts) or not ends.issuperset(accumulate(counts))):
-        have = f"have {max(ends)} features, their prompts {sum(counts)} placeholder tokens"
-        why = "the processor is not this model's, or a prompt was cut"
-        raise InputError(f"the {kind}s of {len(counts)} prompts {have}: {why}")
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
