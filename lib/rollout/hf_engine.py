@@ -191,7 +191,7 @@ class HFEngine(SteppedEngine):
             if own.sampled is not None:
                 sampled[i, -len(own.ids) :] = torch.tensor(own.sampled)
         images = images_of_prompts(self.model, ids, [own.inputs if own else {} for own in media], sampled)
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
         if images is not None:
             inputs["images"] = images
         if cache is not None:
