@@ -156,7 +156,7 @@ def over_vocabulary(signal: Callable, h: torch.Tensor, weight: torch.Tensor, inv
         return signal(_log_softmax(torch.mm(h, whole.to(h.dtype).T), inv_temperature), s)
 
     chunks = [slice(i, i + SIGNAL_CHUNK) for i in range(0, max(len(h), 1), SIGNAL_CHUNK)]
-    how = {"use_reentrant": False, "preserve_rng_state": False}
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     parts = [checkpoint(of_chunk, h[s], whole, s, **how) for s in chunks]  # gradients of W add up in fp32
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
