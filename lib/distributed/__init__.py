@@ -6,7 +6,7 @@ average gradients over ranks, so multiply a loss that is normalised by *global* 
 
 # ruff: noqa: F401, I001  these names are what the package offers
 
-from lib.distributed.collectives import BUCKET_BYTES, TakeOwn, all_gather_lists, all_to_all, all_to_all_objects
+from lib.distributed.collectives import BUCKET_BYTES, all_gather_lists, all_to_all, all_to_all_objects, take_own
 from lib.distributed.collectives import all_reduce_max, broadcast, global_counts, on_first_rank
 from lib.distributed.collectives import in_thread, new_cpu_group, new_cpu_subgroup
 from lib.distributed.compute_copy import master_of, masters_in_place, reduce_gradients, refresh_weights

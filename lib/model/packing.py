@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lib.data import LAYOUT, PrefixTree, on_host, prefix_tree, prepare_dynamic_batch, restore_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup, TakeOwn, all_to_all, fsdp_modules, to_device
+from lib.distributed import RowGroup, all_to_all, fsdp_modules, take_own, to_device
 from lib.model.routing import ROUTES, chosen_experts, routes_of_tokens, rows_of_routes
 from lib.model.vision import images_of
 
@@ -160,7 +160,7 @@ def _of_group(
         results = forward(inputs, select, *of_tokens)
         if routes is not None:
             record(chosen_experts(model))
-        return _parted(TakeOwn.apply(_joined(results), own, group), results), own_target
+        return _parted(take_own(_joined(results), own, group), results), own_target
 
     whole = inputs["input_ids"].shape[1]
     inputs, tokens = _share_of_tokens(inputs, group)
