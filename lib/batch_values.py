@@ -1,5 +1,5 @@
-"""The values of a DataProto: its file, and how values are merged, compared and described. The file is safetensors, with
-what is no tensor as JSON in a tensor of bytes. Loading executes no code."""
+"""The values of a DataProto: its file, and how values are merged, compared and described. The file is
+safetensors, with what is no tensor as JSON in a tensor of bytes. Loading executes no code."""
 
 import base64
 import json

@@ -1,9 +1,10 @@
-"""Words NAME=VALUE of flags, and what the losses, advantage estimators and token masks of lib/core_algos declare, read
-without an import of torch.
+"""Words NAME=VALUE of flags, and what the losses, advantage estimators and token masks of
+lib/core_algos declare, read without an import of torch.
 
-Each of these is a public function that returns Loss, Advantages or Mask. Its name is the value of the flag;
-compute_policy_loss is "vanilla". Its parameters with names of lib/columns.py are the columns that it reads. Its
-keyword-only parameters with an annotation are its hyper-parameters: the annotation is the range.
+Each of these is a public function that returns Loss, Advantages or Mask. Its name is the value of the
+flag; compute_policy_loss is "vanilla". Its parameters with names of lib/columns.py are the columns that
+it reads. Its keyword-only parameters with an annotation are its hyper-parameters: the annotation is
+the range.
 """
 
 import ast

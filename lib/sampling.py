@@ -1,6 +1,6 @@
-"""What is drawn: the sampling parameters of a run, which go from the flags to the engines and to the log-probs of the
-loss, and random numbers that depend on what they are for, and not on when or where they are drawn. No torch is
-imported, since scorers' processes use this."""
+"""What is drawn: the sampling parameters of a run, which go from the flags to the engines and to the
+log-probs of the loss, and random numbers that depend on what they are for, and not on when or where
+they are drawn. No torch is imported, since scorers' processes use this."""
 
 import random
 import sys

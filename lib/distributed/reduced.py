@@ -1,7 +1,7 @@
-"""Metrics of a step: seconds of its stages, and numbers over micro-batches and ranks. Each rank reports totals and
-counts, which `reduce_metrics` combines: a mean of the ranks' means would be wrong where their counts differ. A metric
-without data is left out. A number may be a tensor without dimensions: `reduce_metrics` reads all of them at once, so
-that the host does not wait within an update."""
+"""Metrics of a step: seconds of its stages, and numbers over micro-batches and ranks. Each rank reports
+totals and counts, which `reduce_metrics` combines: a mean of the ranks' means would be wrong where
+their counts differ. A metric without data is left out. A number may be a tensor without dimensions:
+`reduce_metrics` reads all of them at once, so that the host does not wait within an update."""
 
 import math
 import operator

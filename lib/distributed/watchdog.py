@@ -102,7 +102,8 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
         if seconds >= limit_s:
             raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
         if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):
-            print(line := f"waiting: {_describe(states)}", file=sys.stderr, flush=True)  # one line for all ranks
+            line = f"waiting: {_describe(states)}"  # one for all ranks
+            print(line, file=sys.stderr, flush=True)
             if _notebook is not None:
                 with suppress(OSError), _notebook.open("a") as file:  # a full disk must not end the run here
                     file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

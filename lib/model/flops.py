@@ -60,8 +60,8 @@ def flops_of(model: PreTrainedModel) -> Flops:
 
 
 def update_flops(flops: Flops, micro: DataProto, tree: PrefixTree, ranks: int = 1) -> float:
-    """FLOPs of forward and backward over this rank's rows of a micro-batch: its share of the prefix tree, which is of
-    the rows of so many ranks that run them together."""
+    """FLOPs of forward and backward over this rank's rows of a micro-batch: its share of the prefix
+    tree, which is of the rows of so many ranks that run them together."""
     pairs = sum(n * above + n * (n + 1) // 2 for n, above in zip(tree.lengths, tree.above))
     trained = int(on_host(micro).batch["response_mask"].sum())
     of_text = (sum(tree.lengths) * flops.token + pairs * flops.pair) / ranks + trained * flops.prediction

@@ -150,14 +150,16 @@ def _gradient(logits, dtype, inv_temperature, y, lse, entropy, least, grad_logp,
 def over_vocabulary(signal: Callable, h: torch.Tensor, weight: torch.Tensor, inv_temperature: float) -> tuple:
     """signal(log_p, s): tensors (n, ...), by the log-probs (n, V) of a chunk s of tokens, log_softmax(h W^T /
     temperature). Backward recomputes each chunk."""
-    whole = weight.to(torch.promote_types(h.dtype, torch.float32)) if weight.requires_grad else weight
+    whole = weight
+    if weight.requires_grad:  # the chunks' gradients add up in fp32
+        whole = weight.to(torch.promote_types(h.dtype, torch.float32))
 
     def of_chunk(h: torch.Tensor, whole: torch.Tensor, s: slice) -> tuple[torch.Tensor, ...]:
         return signal(_log_softmax(torch.mm(h, whole.to(h.dtype).T), inv_temperature), s)
 
     chunks = [slice(i, i + SIGNAL_CHUNK) for i in range(0, max(len(h), 1), SIGNAL_CHUNK)]
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    parts = [checkpoint(of_chunk, h[s], whole, s, **how) for s in chunks]  # gradients of W add up in fp32
+    parts = [checkpoint(of_chunk, h[s], whole, s, **how) for s in chunks]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
@@ -201,10 +203,10 @@ def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
 def token_log_probs(
     self, inputs: dict, select, y, temperature: float, sum_pi_squared=False, truncation=None, signal=None
 ) -> tuple[torch.Tensor, ...]:
-    """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,), then that of `over_vocabulary`. A
-    method that `load_model` binds. inputs: what the decoder takes, over (b, l) positions; select (n,): indices into the
-    b * l; some may repeat."""
-    if not logits_are_a_plain_product(self) or self.get_decoder() is self:  # no vision model: see load_model
+    """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,), then that of
+    `over_vocabulary`. A method that `load_model` binds. inputs: what the decoder takes, over (b, l)
+    positions; select (n,): indices into the b * l; some may repeat."""
+    if not logits_are_a_plain_product(self) or self.get_decoder() is self:  # such models see no images
         logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]
         results = _by_whole_logits(logits, y, temperature, sum_pi_squared, truncation)
         return results + signal(_log_softmax(logits, 1 / temperature), slice(None)) if signal else results

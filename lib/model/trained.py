@@ -138,7 +138,9 @@ class TrainedModel:
             refresh_weights(self.module)
         self._masks.clear()
         [lr, *_] = self.scheduler.get_last_lr()
-        metrics |= self.checks.end() | self.computed.end() | (self.routing.end() if self.routing else {})
+        metrics |= self.checks.end() | self.computed.end()
+        if self.routing:
+            metrics |= self.routing.end()
         self.scheduler.step()
         self.optimizer.zero_grad()
         metrics |= {f"{self.name}/grad_norm": Mean(grad_norm, 1), f"{self.name}/lr": Mean(float(lr), 1)}
@@ -188,7 +190,7 @@ class Policy(LanguageModel, TrainedModel):
     def check_rows(self, batch: DataProto) -> None:
         """Also adds is_fresh (B,): rows not sampled by older weights, and without a given token that is trained. Their
         log-probs must agree with the engine's."""
-        super().check_rows(_without_routes(batch))
+        super().check_rows(without_routes(batch))
         t = batch.batch
         t["is_fresh"] = t["policy_version"] >= self.sampled_since
         if "given_mask" in t:
@@ -214,7 +216,7 @@ class Policy(LanguageModel, TrainedModel):
         f, s, squares = self.forward, self.forward.sampling, "squared_score" in names
         options: dict[str, Any] = {"sum_pi_squared": squares, "truncation": s.truncation, "row_group": f.row_group}
         routes: list[torch.Tensor] | None = [] if f.routing_replay == "R2" else None
-        own = batch if routes is None else _without_routes(batch)
+        own = batch if routes is None else without_routes(batch)
         outputs = batched_log_probs(self.module, own, s.temperature, f.micro_batch_tokens, routes=routes, **options)
         if routes is not None:
             batch.non_tensor_batch[ROUTES] = routes_column(routes)
@@ -231,7 +233,7 @@ class Critic(TrainedModel):
 
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
-        values = response_values(self.module, _without_routes(micro), row_group=self.forward.row_group)
+        values = response_values(self.module, without_routes(micro), row_group=self.forward.row_group)
         self.computed.count(micro, self.forward.ranks)
         self.checks.watch(micro, values)
         return values
@@ -240,7 +242,7 @@ class Critic(TrainedModel):
     def batched_values(self, batch: DataProto) -> torch.Tensor:
         """Values (B, T), without gradients. A collective."""
         f = self.forward
-        return batched_values(self.module, _without_routes(batch), f.micro_batch_tokens, row_group=f.row_group)
+        return batched_values(self.module, without_routes(batch), f.micro_batch_tokens, row_group=f.row_group)
 
 
 SUMMED = 8  # weights that are looked at, or fewer
@@ -265,14 +267,14 @@ class Reference(LanguageModel):
         if self.frozen:
             self._check_weights()
         with without_adapters(self.module):
-            return super().batched_signal(_without_routes(batch), signal, *columns)
+            return super().batched_signal(without_routes(batch), signal, *columns)
 
     @torch.no_grad()
     def hidden_states(self, micro: DataProto) -> torch.Tensor:
         """What this model's head multiplies, (b, T, D), of a micro-batch. A collective."""
         forward = lambda inputs, select, _: (self.module.token_hidden_states(inputs, select),)  # noqa: E731
         with without_adapters(self.module):
-            [hidden] = of_responses(self.module, _without_routes(micro), forward, row_group=self.forward.row_group)
+            [hidden] = of_responses(self.module, without_routes(micro), forward, row_group=self.forward.row_group)
         for module in fsdp_modules(self.module):
             module.reshard()
         return hidden
@@ -307,7 +309,7 @@ class Reference(LanguageModel):
             raise InputError("the reference's weights have changed: it must be a model that no optimizer trains")
 
 
-def _without_routes(batch: DataProto) -> DataProto:
+def without_routes(batch: DataProto) -> DataProto:
     """For a model that chooses its experts itself."""
     if ROUTES not in batch.non_tensor_batch:
         return batch
