@@ -48,10 +48,6 @@ class _RecordOnDisk(NoRecorder):
 class Recorder(_RecordOnDisk):
     """Of --record. Writes at once, so that what a step took is on the disk before it trains."""
 
-    def begin(self, step: int) -> None:
-        super().begin(step)
-        self.written: dict[str, dict] = {}
-
     def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
         taken = produce()
         if self.at is not None:
@@ -67,9 +63,9 @@ class Recorder(_RecordOnDisk):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             data.save_to_disk(file)
-            self.written[file.name] = entry(file)
             if file.name == BATCH:
-                write_manifest(file.parent, self.written, of=_place(file.parent))
+                written = {path.name: entry(path) for path in file.parent.glob("*.safetensors")}
+                write_manifest(file.parent, written, of=_place(file.parent))
         except (OSError, SafetensorError, InputError) as error:  # the last: a column that is no plain data
             what = f"{file.name} of step {self.step} not written"
             raise InputError(f"--record {self.folder}: {what}: {error}") from error
