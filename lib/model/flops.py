@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lib.data import PrefixTree, attention_width, count_patches, on_host
 from lib.data_proto import DataProto
-from lib.distributed import Mean, Metric, Sum
+from lib.distributed import Mean, Metric, RowGroup, Sum
 from lib.model.vision import patches_per_feature, vision_names
 
 
@@ -78,9 +78,10 @@ class UpdateFlops:
         self.model, self.flops = model, flops_of(model)
         self.total, self.tokens, self.separate = 0.0, 0, 0
 
-    def count(self, micro: DataProto, ranks: int) -> None:
-        """After the forward of a micro-batch, whose rows so many ranks have run together."""
+    def count(self, micro: DataProto, row_group: RowGroup | None) -> None:
+        """After the forward of a micro-batch, whose rows these ranks have run together."""
         if (tree := self.model.tree) is not None:
+            ranks = row_group.ranks.size() if row_group else 1
             self.total += update_flops(self.flops, micro, tree, ranks)
             self.tokens += sum(tree.lengths)
             self.separate += tree.separate_tokens

@@ -46,11 +46,6 @@ class ForwardConfig:
     modules: list[PreTrainedModel] = field(default_factory=list)
     """all that go this way: they change their attention together"""
 
-    @property
-    def ranks(self) -> int:
-        """Those that run their rows together."""
-        return self.row_group.ranks.size() if self.row_group else 1
-
 
 @dataclass
 class LossScale:
@@ -203,7 +198,7 @@ class Policy(LanguageModel, TrainedModel):
         f, s = self.forward, self.forward.sampling
         options: dict[str, Any] = {"row_group": f.row_group, "signal": signal, "columns": columns}
         outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, **options)
-        self.computed.count(micro, self.forward.ranks)
+        self.computed.count(micro, self.forward.row_group)
         self.checks.watch(micro, *outputs[:2])
         if self.routing:
             self.routing.watch(self.module)
@@ -234,7 +229,7 @@ class Critic(TrainedModel):
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
         values = response_values(self.module, without_routes(micro), row_group=self.forward.row_group)
-        self.computed.count(micro, self.forward.ranks)
+        self.computed.count(micro, self.forward.row_group)
         self.checks.watch(micro, values)
         return values
 
