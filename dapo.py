@@ -303,7 +303,7 @@ def update(args: Args, actor: Policy, batch: DataProto, needs: setup.Needs, entr
 def main(args: Args) -> None:
     # ---- set-up: errors in flags and data are found before a model loads or a file is written
     world, needs, inputs = setup.start(args)  # checks flags and data; returns on ranks that train
-    kl_control = setup.make_kl_control(args)
+    kl_control = core_algos.AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     if args.run.dry_run:
         return
@@ -315,7 +315,7 @@ def main(args: Args) -> None:
     lr_schedule = partial(setup.lr_factor, o, needs.sizes.updates_per_step, total_steps=args.run.total_steps)
     actor = factory.policy("actor", args.model.model, make_optimizer, lr_schedule)
     ref = factory.reference(actor) if args.kl_coef else None
-    rollouts = setup.make_rollouts(args, actor, inputs, needs.sizes, run)
+    rollouts = setup.make_rollouts(args, actor, inputs, needs, run)
     rewards, validation = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
     models = {"actor": actor}
     stateful = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}

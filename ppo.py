@@ -250,7 +250,7 @@ def update(
 def main(args: Args) -> None:
     # ---- set-up: errors in flags and data are found before a model loads or a file is written
     world, needs, inputs = setup.start(args)  # checks flags and data; returns on ranks that train
-    kl_control = setup.make_kl_control(args)
+    kl_control = core_algos.AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
     entropy_control = core_algos.AdaptiveEntropyController(args.entropy_coef, args.entropy_target)
     if args.run.dry_run:
         return
@@ -266,7 +266,7 @@ def main(args: Args) -> None:
     critic_path, critic_optimizer = args.critic_model or args.model.model, partial(make_optimizer, lr=args.critic_lr)
     critic = factory.critic("critic", critic_path, critic_optimizer, lr_schedule)
     ref = factory.reference(actor) if args.kl_coef else None
-    rollouts = setup.make_rollouts(args, actor, inputs, needs.sizes, run)
+    rollouts = setup.make_rollouts(args, actor, inputs, needs, run)
     rewards, validation = setup.make_rewards_and_validation(args, factory, inputs, rollouts, run)
     models = {"actor": actor, "critic": critic}
     stateful = {"loader": rollouts, "kl_control": kl_control, "entropy_control": entropy_control}

@@ -254,8 +254,7 @@ def host(world, total: int) -> Iterator[tuple[str, Sides]]:
         {"plainrl": lambda: prepare_dynamic_batch(batch, 16_384, share_prompts=True)},
     )
     micros, _ = prepare_dynamic_batch(batch, 16_384, share_prompts=True)
-    twice = lambda: [prefix_tree(micro) for micro in micros for _ in ("forward", "FLOPs")]  # noqa: E731
-    yield f"prefix_tree {total}", {"plainrl": twice}
+    yield f"prefix_tree {total}", {"plainrl": lambda: [prefix_tree(micro) for micro in micros]}
     t["log_probs"], t["entropy"] = t["rollout_log_probs"].clone(), t["rollout_log_probs"].clone()
     yield f"row_metrics {total}", {"plainrl": lambda: row_metrics(batch)}
     yield f"taken_out {total}", {"plainrl": lambda: taken_out(batch, list(range(B)))}

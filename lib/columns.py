@@ -1,6 +1,7 @@
-"""The table of columns: what a step's batch can have, one line a column, in the order in which they are written. HEAD
-explains it. `python -m lib.columns > docs/columns.md` writes the documentation page."""
+"""The table of columns: what a step's batch can have, one line a column, in the order in which they are written.
+docs/columns.md explains it; `python -m lib.columns` writes the table there."""
 
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 
@@ -127,8 +128,6 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("denominator_mask", "B, T", "bool", "counted in the means", "update"),
         Column("valid_mask", "B, T", "bool", "in a group", "value loss"),
     ),
-    "lib/data/micro_batches.py: prepare_dynamic_batch": (
-    ),
     "lib/log/rollouts.py: add_outputs": (
         Column("log_probs", "B, T", "float32", "log-probs in the last pass of the update", "samples", saved=": float"),
         Column("entropy", "B, T", "float32", "entropy in the last pass of the update", "samples", saved=": float"),
@@ -137,31 +136,12 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
 
 OF_PROMPTS = {column.name for writer in [*TABLE][:3] for column in TABLE[writer]}
 COLUMNS = {column.name: column for columns in TABLE.values() for column in columns}
-
-HEAD = """\
-# Columns of a batch
-
-Every column that the batch of a step can have, in the order in which they are written. B responses, P prompt tokens, T
-response tokens, L = P + T, K rewards of gdpo's `reward_keys` or log-probs of a token. Columns with a dtype of torch are
-tensors in `batch.batch`, the others object arrays in `batch.non_tensor_batch`.
-
-- **Padding**: to concatenate batches, (B, P) is padded on the left, (B, T) and (B, T, K) on the right, and (B, L) on
-  both sides. Columns that are not here are padded as (B, T) where their first two sizes are these.
-- **Gathered**: `add_advantages` sees the rows of all ranks. "always": where the batch has the column; "if read": where
-  the estimator, correction, masks or KL of the run declare it ([`def read_columns(`](../lib/setup/needs.py));
-  a script names its own: `gather_rows(batch, [..., "my_column"])`.
-- **Saved**: the names in `runs/NAME/rollouts/*.parquet`.
-
-A new column is a line in [`TABLE: dict`](../lib/columns.py), where `saved=": float"` adds it to the samples, a line in
-the script that writes it, and one that reads it. `python -m lib.columns > docs/columns.md` writes this page.
-
-| column | shape and dtype | meaning | written by | read by | gathered | saved as |
-|---|---|---|---|---|---|---|
-"""
+PAGE = Path(__file__).parents[1] / "docs/columns.md"
 
 
 def page() -> str:
-    """The text of docs/columns.md."""
+    """The text of docs/columns.md, with this table."""
+    head, rule, _ = PAGE.read_text().partition("|---|---|---|---|---|---|---|\n")
     rows = []
     for writer, columns in TABLE.items():
         file, function = writer.split(": ")
@@ -170,8 +150,8 @@ def page() -> str:
             cells = [f"`{column.name}`", f"({column.shape}) {column.dtype}", column.meaning]
             cells += [f"[`def {function}(`](../{file})", column.readers, column.gathered, saved and f"`{saved}`"]
             rows.append(f"| {' | '.join(cells)} |\n")
-    return HEAD + "".join(rows)
+    return head + rule + "".join(rows)
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    PAGE.write_text(page())

@@ -14,7 +14,7 @@ Differences from verl:
 - padding takes "first" or "last" (default) and leaves meta_info alone.
 - concat skips parts without rows; their `metrics` may have different keys.
 - rename also reaches non_tensor_batch, and never overwrites a key.
-- Files are safetensors (batch_file.py): loading executes no code. Loaded and unpickled tensors are on the CPU.
+- Files are safetensors (batch_values.py): loading executes no code. Loaded and unpickled tensors are on the CPU.
 - all_gather returns a new DataProto and accepts different numbers of rows on the ranks.
 - DataProtoFuture wraps concurrent.futures.Future; the parts of one chunk() call share one concatenation.
 - Not here: nested tensors and TensorDicts, num_batch_dims, fold / unfold, an environment switch for auto-padding."""
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from lib import InputError, batch_file
+from lib import InputError, batch_values
 from lib.batch_values import equal, merged, type_info
 
 
@@ -339,16 +339,16 @@ class DataProto:
         scalars, PIL images of 8 bits, and lists, tuples and dicts of them. A tensor, an image or an ndarray of uint8
         that rows share is written once, and shared by the loaded rows. Any other value raises InputError."""
         batch = None if self.batch is None else self._tensors
-        batch_file.save(Path(filepath), batch, len(self), self.non_tensor_batch, self.meta_info)
+        batch_values.save(Path(filepath), batch, len(self), self.non_tensor_batch, self.meta_info)
 
     @staticmethod
     def load_from_disk(filepath) -> "DataProto":
         """Read what save_to_disk wrote; executes no code of the file. Raises InputError for any other file."""
         try:
-            tensors, rows, arrays, meta_info = batch_file.load(filepath)
+            tensors, rows, arrays, meta_info = batch_values.load(filepath)
             batch = None if tensors is None else TensorDict(tensors, batch_size=(rows,))
             return DataProto(batch, arrays, meta_info)
-        except batch_file.NOT_A_BATCH as e:
+        except batch_values.NOT_A_BATCH as e:
             message = f"{filepath}: not a file of DataProto.save_to_disk, or damaged ({e}); write it anew"
             raise InputError(message) from e
 

@@ -1,8 +1,10 @@
-"""What the losses, advantage estimators and token masks of lib/core_algos declare, read without an import of torch.
+"""Words NAME=VALUE of flags, and what the losses, advantage estimators and token masks of
+lib/core_algos declare, read without an import of torch.
 
-Each is a public function that returns Loss, Advantages or Mask. Its name is the value of the flag; compute_policy_loss
-is "vanilla". Its parameters with names of lib/columns.py are the columns that it reads. Its keyword-only parameters
-with an annotation are its hyper-parameters: the annotation is the range.
+Each of these is a public function that returns Loss, Advantages or Mask. Its name is the value of the
+flag; compute_policy_loss is "vanilla". Its parameters with names of lib/columns.py are the columns that
+it reads. Its keyword-only parameters with an annotation are its hyper-parameters: the annotation is
+the range.
 """
 
 import ast
@@ -11,13 +13,12 @@ from functools import cache
 from importlib import import_module
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from annotated_types import Gt, Interval
 
 from lib import InputError
 from lib.columns import COLUMNS
-from lib.words import read_words, value_of
 
 # ---- types of hyper-parameters
 T = TypeVar("T")
@@ -96,6 +97,10 @@ _FOUND = [*_functions()]
 POLICY_LOSSES = {name: declared for kind, name, declared in _FOUND if kind == "Loss"}
 ADV_ESTIMATORS = {name: declared for kind, name, declared in _FOUND if kind == "Advantages"}
 TOKEN_MASKS = {name: declared for kind, name, declared in _FOUND if kind == "Mask"}
+MASKS_OF = {  # the token masks that a loss reads as columns, such as cov_keep of clip_cov
+    loss: {name: TOKEN_MASKS[name] for name in declared.columns if name in TOKEN_MASKS}
+    for loss, declared in POLICY_LOSSES.items()
+}
 CRITERIA = {  # of --rollout-correction.reject
     f"{scope}_{k}": Setting(Bounds if k == "k1" else Positive)
     for scope in ("token", "seq_sum", "seq_mean", "seq_max")
@@ -111,17 +116,12 @@ def named(choices: Mapping[str, Declared], name: str) -> Declared:
     return choices[name]
 
 
-def masks_of(loss: str) -> dict[str, Declared]:
-    """The token masks that a loss reads as columns, such as cov_keep of clip_cov."""
-    return {name: TOKEN_MASKS[name] for name in POLICY_LOSSES[loss].columns if name in TOKEN_MASKS}
-
-
 def settings_of_loss(loss: str) -> dict[str, Setting]:
     """What --loss-kwargs may give. vanilla is policy_loss of the script, with flags of its own (--clip-ratio-low)."""
     if loss == "vanilla":
         return {}
     settings = dict(POLICY_LOSSES[loss].settings)
-    for mask in masks_of(loss).values():
+    for mask in MASKS_OF[loss].values():
         settings |= mask.settings
     return settings
 
@@ -132,6 +132,30 @@ def read_masks(words: Iterable[str]) -> dict[str, dict[str, Any]]:
     settings = {name: Setting(setting.type) for name, own in masks.items() for setting in own.values()}
     values = parsed("--token-masks", read_words("--token-masks", words), settings)
     return {name: dict.fromkeys(masks[name], value) for name, value in values.items()}
+
+
+def read_words(flag: str, given: Iterable[str]) -> dict[str, str]:
+    """{name: text} of words NAME=VALUE. Raises InputError for a word of another form, and for a name given twice."""
+    found: dict[str, str] = {}
+    for word in given:
+        name, _, text = word.partition("=")
+        if not (name and text):
+            raise InputError(f"{flag}: {word[:100]}: give NAME=VALUE")
+        if name in found:
+            raise InputError(f"{flag}: {name} is there twice")
+        found[name] = text
+    return found
+
+
+def words(flag: str, given: Iterable[str], types: Mapping[str, Any]) -> dict[str, Any]:
+    """{name: value} of words NAME=VALUE. types: {name: type, with its range, such as Annotated[int, Ge(1)]}; a tuple's
+    items are separated by commas. Raises InputError, which begins with the flag."""
+    return parsed(flag, read_words(flag, given), {name: Setting(kind) for name, kind in types.items()})
+
+
+def from_words(flag: str, given: Iterable[str], kind: type[T]) -> T:
+    """A dataclass from words NAME=VALUE of its fields, as `words`."""
+    return kind(**words(flag, given, get_type_hints(kind, include_extras=True)))
 
 
 def parsed(what: str, texts: Mapping[str, str], settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -147,9 +171,16 @@ def parsed(what: str, texts: Mapping[str, str], settings: Mapping[str, Setting])
 
 @cache  # the loss asks in each micro-batch
 def _value(where: str, text: str, type: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # a tenth of a second, which --help need not wait for
+
     if type == Bounds and text.count(",") != 1:
         raise InputError(f"{where}: give LOW,HIGH")
-    value = value_of(where, text, type)
+    is_tuple = any(get_origin(part) is tuple for part in (type, *get_args(type)))
+    try:
+        adapter: TypeAdapter = TypeAdapter(type, config=ConfigDict(allow_inf_nan=False))
+        value = adapter.validate_python(tuple(text.split(",")) if is_tuple else text)
+    except ValidationError as error:
+        raise InputError(f"{where}: {error.errors()[0]['msg']}") from None
     if type == Bounds and not value[0] < value[1]:
         raise InputError(f"{where}: give LOW,HIGH, LOW below HIGH")
     return value

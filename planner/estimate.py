@@ -75,7 +75,8 @@ def _memory_of(args: ScriptArgs, ranks: int, gpu: int, zero1: bool) -> Moments:
         register_fake_gpu()  # torch counts accelerators at a process's first backward pass, as the estimate has
     model, shard, rollout, sizes = args.model, args.shard, args.rollout, step_sizes(args, ranks)
     dtype = get_compute_dtype(model.compute_dtype, ESTIMATED)
-    one_micro_batch = sizes.local_mini_batch_rows * row_tokens(args) <= args.optimizer.micro_batch_limit
+    mini_batch_rows = sizes.local_rows // sizes.num_mini_batches
+    one_micro_batch = mini_batch_rows * row_tokens(args) <= args.optimizer.micro_batch_limit
     several: Literal["whole", "sharded"] = "sharded" if shard.reduce_each_micro_batch else "whole"
     step = StepSettings(
         ranks=ranks // shard.dp_replicate_size,
@@ -84,7 +85,7 @@ def _memory_of(args: ScriptArgs, ranks: int, gpu: int, zero1: bool) -> Moments:
         frozen_dtype=dtype,
         micro_batch_tokens=args.optimizer.micro_batch_limit,
         rows=sizes.local_rows,
-        mini_batch_rows=sizes.local_mini_batch_rows,
+        mini_batch_rows=mini_batch_rows,
         rows_a_prompt=rows_a_prompt(args),
         max_prompt_length=args.data.max_prompt_length,
         max_response_length=rollout.max_response_length,
@@ -190,7 +191,7 @@ def choose_auto(args: ScriptArgs, ranks: int, gpu: int) -> Chosen:
         count = bisect_left(range(layers), True, key=fit)
         said += [f"--gradient-checkpointing auto: {count} of {layers} layers"]
     if optimizer.micro_batch_tokens == "auto":
-        of_update = step_sizes(args, ranks).local_mini_batch_rows * row_tokens(args)
+        of_update = step_sizes(args, ranks).local_rows // args.num_mini_batches * row_tokens(args)
         while count == 0 and optimizer.auto_tokens < of_update:
             optimizer.auto_tokens *= 2
             if not fit(0):

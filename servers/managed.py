@@ -36,8 +36,18 @@ import yaml
 
 from lib import InputError, how_it_ended, is_first_on_node
 from lib.cli.secrets import private
-from lib.distributed import OVER, JobOver, World, broadcast, is_on_one_node, job_store, own_devices
-from lib.distributed.watchdog import StoreLost, current_stage, enter_stage
+from lib.distributed import (
+    OVER,
+    JobOver,
+    StoreLost,
+    World,
+    broadcast,
+    current_stage,
+    enter_stage,
+    is_on_one_node,
+    job_store,
+    own_devices,
+)
 from lib.rollout.vllm_start import cached, engine_settings, save_files
 from servers.client import ANSWER_S, HEALTH_S
 from servers.group import address_towards

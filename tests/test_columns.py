@@ -133,4 +133,4 @@ def test_a_line_of_the_table_pads_gathers_and_saves_a_column(monkeypatch):
 
 
 def test_the_page_is_up_to_date():
-    assert (ROOT / "docs/columns.md").read_text() == page(), "python -m lib.columns > docs/columns.md"
+    assert (ROOT / "docs/columns.md").read_text() == page(), "python -m lib.columns"

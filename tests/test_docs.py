@@ -97,8 +97,10 @@ def choices(script: str, field: str) -> tuple:
 @pytest.mark.parametrize("doc", SCRIPT_OF)
 def test_flags_and_their_values_are_taken(doc):
     """A flag alone is one of the script's; flags with values parse, and the algorithm takes them."""
+    import torch
+
     from lib.cli.flags import switched
-    from lib.core_algos import get_rollout_correction_fn
+    from lib.core_algos import compute_rollout_correction
 
     text = re.sub(r"^## Former flags$.*?^(?=## )", "", text_of(doc), flags=re.M | re.S)
     for script, code in dict.fromkeys(SNIPPET.findall(text)):
@@ -116,7 +118,7 @@ def test_flags_and_their_values_are_taken(doc):
         if args.loss != "dro" or args.loss_kwargs:  # dro has no default
             _ = args.loss_settings, args.mask_settings
         if correction := args.rollout_correction.settings():
-            get_rollout_correction_fn(correction)
+            compute_rollout_correction(*[torch.ones(2, 1)] * 3, **correction)
 
 
 LAUNCHERS = {

@@ -14,14 +14,12 @@ ORDER += [
     "distributed",
     "core_algos",
     "data_proto",
-    "batch_file",
     "batch_values",
     "args",
     "declared",
     "columns",
-    "words",
 ]
-ORDER += ["sampling", "cli", "manifest", "seeds"]
+ORDER += ["sampling", "cli", "manifest"]
 """a room imports those behind it"""
 WINGS = ("agent", "servers", "planner")
 ABOVE = ("rewards", "tools", "data", "benchmarks", "tests")  # lib names scorers as text: lib/reward/scorer.py

@@ -42,7 +42,7 @@ from lib.args import groups as names
 from lib.cli.flags import parse_flags
 from lib.cli.process import command_line
 from lib.columns import COLUMNS
-from lib.core_algos import at_last_token
+from lib.core_algos import AdaptiveKLController, at_last_token
 from lib.data_proto import DataProto
 from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
 
@@ -328,8 +328,9 @@ class Step:
 
     def _add_advantages(self, batch: DataProto) -> None:
         free: Any = mock.patch.object(self.script, "data_metrics", lambda batch: {})  # slow, and changes nothing
+        control = AdaptiveKLController(self.args.kl_coef, self.args.kl_target, self.args.kl_horizon)
         with free:
-            self.script.add_advantages(self.args, batch, self.needs, setup.make_kl_control(self.args), 1)
+            self.script.add_advantages(self.args, batch, self.needs, control, 1)
 
     def _by_log_prob(self, rows: DataProto, batches: int) -> Tensor:
         """The gradient of each batch's own loss by the log-probs of its rows (B, T). All have the same counts."""

@@ -129,7 +129,7 @@ def host_syncs(options: Options, device: torch.device) -> Iterator[dict]:
     same = dict.fromkeys(("loss_mask", "denominator_mask", "valid_mask"), batch.batch["response_mask"].bool())
     numbers = torch.arange(len(mask), device=device)
     batch.batch.update(same | {"rollout_log_probs": -mask, "advantages": mask, "is_fresh": mask.any(1), "row": numbers})
-    needs, counts = setup.check(grpo.Args(), torch.device("cpu"), Sizes(1, 1, 1, 16, 16, 16)), {}
+    needs, counts = setup.check(grpo.Args(), torch.device("cpu"), Sizes(1, 1, 1, 16)), {}
     for parts in (2, 8):
         forward = ForwardConfig(32 * 16 // parts, Sampling(16), None, torch.bfloat16)
         actor = Policy("actor", model, optimizer, schedule, the_world(), forward, 1.0, False)

@@ -31,8 +31,10 @@ class Sizes:
     num_mini_batches: int
     update_epochs: int
     local_prompts: int
-    local_rows: int
-    local_mini_batch_rows: int
+
+    @property
+    def local_rows(self) -> int:
+        return self.local_prompts * self.group_size
 
     @property
     def updates_per_step(self) -> int:
@@ -68,10 +70,7 @@ def step_sizes(args: ScriptArgs, world_size: int) -> Sizes:
             "sequence_parallel_size x micro_batch_tokens must hold one row, max_prompt_length + max_response_length: "
             f"{ranks} x {tokens} < {P} + {T}"
         )
-    local_prompts = prompts // world_size
-    local_rows = local_prompts * args.group_size
-    mini_batch_rows = local_rows // args.num_mini_batches
-    return Sizes(args.group_size, args.num_mini_batches, args.update_epochs, local_prompts, local_rows, mini_batch_rows)
+    return Sizes(args.group_size, args.num_mini_batches, args.update_epochs, prompts // world_size)
 
 
 def least_micro_batch(args: ScriptArgs) -> int:

@@ -9,8 +9,8 @@ from annotated_types import Ge, Gt, Interval
 from lib import InputError
 from lib.args.groups import check_scorers
 from lib.cli.flags import Group, Names, OnResume, parse_json
+from lib.declared import from_words, words
 from lib.sampling import Sampling, Truncation
-from lib.words import from_words, words
 
 MAY_CHANGE, NOT_COMPARED = OnResume.MAY_CHANGE, OnResume.NOT_COMPARED
 FILES, ROWS = Names.FILES, Names.ROWS
@@ -52,7 +52,7 @@ class PromptSampling(NamedTuple):
             raise InputError(f"--prompt-sampling {text}: give uniform, skip:3:0.1 or variance:0.1")
         given = [f"{name}={number}" for name, number in zip(names, numbers)]
         types = get_type_hints(cls, include_extras=True)
-        return cls(rule, **words(f"--prompt-sampling {text}:", given, types))
+        return cls(rule, **words(f"--prompt-sampling {text}", given, types))
 
 
 @dataclass

@@ -12,9 +12,8 @@ from annotated_types import Ge, Gt, Interval
 from lib import InputError
 from lib.cli.flags import SWITCH, Group, Names, OnReplay, OnResume, parse_json, with_line_breaks
 from lib.cli.user_code import load_object
-from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, Bounds, parsed
+from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, Bounds, from_words, parsed, read_words
 from lib.sampling import Sampling, Truncation
-from lib.words import from_words, read_words
 
 MAY_CHANGE, AS_RECORDED, FILES = OnResume.MAY_CHANGE, OnReplay.AS_RECORDED, Names.FILES
 PACKED = ("auto", "packed_sdpa", "varlen")  # attention that packs rows and shares prompts

@@ -11,8 +11,7 @@ from lib import InputError
 from lib.args.script import ScriptArgs
 from lib.cli.flags import OnResume, as_flag, walk
 from lib.columns import COLUMNS
-from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, TOKEN_MASKS, masks_of, settings_of_loss
-from lib.words import read_words
+from lib.declared import ADV_ESTIMATORS, MASKS_OF, POLICY_LOSSES, TOKEN_MASKS, read_words, settings_of_loss
 
 
 class Row(NamedTuple):
@@ -44,7 +43,7 @@ def _declared_rows() -> Iterator[Row]:
     for name, estimator in ADV_ESTIMATORS.items():
         yield Row(f"adv_estimator {name}", "adv_kwargs" if estimator.settings else "", " ".join(estimator.columns))
     for name, loss in POLICY_LOSSES.items():
-        of_masks = [column for mask in masks_of(name).values() for column in mask.columns]
+        of_masks = [column for mask in MASKS_OF[name].values() for column in mask.columns]
         update = ("old_log_probs", *loss.columns) if loss.columns else ()
         flags = "loss_kwargs" if settings_of_loss(name) else ""
         yield Row(f"loss {name}", flags, " ".join(of_masks), " ".join(update))

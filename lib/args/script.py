@@ -9,8 +9,7 @@ from lib.args import groups
 from lib.args.data import DataArgs, ValidationArgs
 from lib.args.run import RunArgs
 from lib.cli.flags import Preset
-from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, masks_of, parsed, read_masks, settings_of_loss
-from lib.words import read_words
+from lib.declared import ADV_ESTIMATORS, MASKS_OF, POLICY_LOSSES, parsed, read_masks, read_words, settings_of_loss
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -99,7 +98,7 @@ class ScriptArgs:
     def mask_settings(self) -> dict[str, dict[str, Any]]:
         """{token mask: its hyper-parameters} of --token-masks, and of the masks that the loss reads as columns."""
         masks = read_masks(self.token_masks) if self.token_masks else {}
-        for name, mask in masks_of(self.loss).items():
+        for name, mask in MASKS_OF[self.loss].items():
             masks[name] = {key: value for key, value in self._loss_kwargs.items() if key in mask.settings}
         return masks
 

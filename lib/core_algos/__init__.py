@@ -27,12 +27,9 @@ from lib.core_algos.kl import (
     KL_PENALTIES,
     AdaptiveEntropyController,
     AdaptiveKLController,
-    FixedKLController,
     apply_kl_penalty,
     kl_penalty,
 )
-from lib.core_algos.masks import LossMasks
-from lib.core_algos.noise import splitmix64
 from lib.core_algos.policy_losses import (
     compute_policy_loss,
     get_policy_loss_fn,
@@ -41,6 +38,7 @@ from lib.core_algos.policy_losses import (
 from lib.core_algos.reductions import (
     LOSS_AGG_MODES,
     ROUNDING,
+    LossMasks,
     agg_loss,
     at_last_token,
     group_mean,
@@ -50,6 +48,6 @@ from lib.core_algos.reductions import (
     masked_whiten,
     zero_variance_rows,
 )
-from lib.core_algos.rollout_correction import compute_rollout_correction, get_rollout_correction_fn
+from lib.core_algos.rollout_correction import compute_rollout_correction
 from lib.core_algos.token_masks import compute_token_masks
 from lib.core_algos.vocabulary import at_ids, forward_kl, reverse_kl, top_k

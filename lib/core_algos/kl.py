@@ -74,11 +74,11 @@ def apply_kl_penalty(token_level_scores, kl, response_mask, beta: float) -> tupl
 class AdaptiveKLController:
     """arXiv 1909.08593, section 2.2: β <- β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after n responses.
 
-    β is `value`. A checkpoint holds it; loading ignores it if the run now has another initial β. A KL of NaN raises
-    ValueError, since β would stay NaN."""
+    β is `value`, constant without a target. A checkpoint holds it; loading ignores it if the run now has another
+    initial β. A KL of NaN raises ValueError, since β would stay NaN."""
 
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
-        if not (target_kl > 0 and horizon > 0):
+    def __init__(self, init_kl_coef: float, target_kl: float | None = None, horizon: float = 10000) -> None:
+        if target_kl is not None and not (target_kl > 0 and horizon > 0):
             raise InputError(f"the adaptive KL needs target_kl > 0 and horizon > 0, not {target_kl} and {horizon}")
         self.value = self.start = float(init_kl_coef)
         self.target, self.horizon = target_kl, horizon
@@ -86,6 +86,8 @@ class AdaptiveKLController:
     def update(self, current_kl: float, n_steps: int) -> None:
         if math.isnan(current_kl):
             raise ValueError("the KL to the reference is NaN")
+        if self.target is None:
+            return
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
@@ -95,13 +97,6 @@ class AdaptiveKLController:
     def load_state_dict(self, state: dict[str, float]) -> None:
         if state.get("start", self.start) == self.start:
             self.value = float(state["value"])
-
-
-class FixedKLController(AdaptiveKLController):
-    """A constant β: the horizon is infinite."""
-
-    def __init__(self, kl_coef: float) -> None:
-        super().__init__(kl_coef, target_kl=1.0, horizon=math.inf)
 
 
 class AdaptiveEntropyController:

@@ -9,8 +9,7 @@ of new_mask, counts them after it. A row left without a token is dead and counts
 before computing advantages.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -125,12 +124,3 @@ def _mismatch(old_log_prob: Tensor, rollout_log_probs: Tensor, x: Tensor, mask: 
     if p.any() and q.any():
         values["prob_pearson"] = (p @ q)[None] / (p.norm() * q.norm())
     return values
-
-
-def get_rollout_correction_fn(settings: Mapping) -> Callable[..., tuple[Tensor | None, Tensor, dict[str, float]]]:
-    """compute_rollout_correction(old_log_prob, rollout_log_probs, response_mask) with these settings bound.
-
-    Raises InputError for bad settings before there is a batch, by a trial on two tokens."""
-    correct = partial(compute_rollout_correction, **settings)
-    correct(*[torch.ones(2, 1)] * 3)
-    return correct

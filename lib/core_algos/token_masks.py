@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lib.columns import COLUMNS
-from lib.core_algos.noise import GOLDEN, mix64
 from lib.core_algos.reductions import _keep, masked_mean
 from lib.declared import TOKEN_MASKS, Bounds, NonNegative, OfRatio, Positive, Share, named
+from lib.sampling import GOLDEN, mix64
 
 Mask = Tensor  # (B, T) bool
 

@@ -16,7 +16,7 @@ from lib.columns import COLUMNS
 from lib.core_algos import ROUNDING
 from lib.data.dataset import PromptDataset
 from lib.distributed import all_gather_lists
-from lib.seeds import seeded
+from lib.sampling import seeded
 
 ROW = "data_row"  # column of the row's number in the data set
 GOLDEN = (5**0.5 - 1) / 2

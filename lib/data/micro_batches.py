@@ -144,9 +144,6 @@ def restore_dynamic_batch(tensor: torch.Tensor, rows: list[list[int]]) -> torch.
 
 MIN_SHARED = 16  # tokens of a shared run that is not a whole prompt: each node is one more piece for attention
 
-_last: tuple = (None,)
-"""What the last tree was made of, and the tree: a micro-batch's forward and the count of its FLOPs both ask for it"""
-
 
 class PrefixTree(NamedTuple):
     """Nodes with N tokens in all, sorted by `kind`. A path leads from a root to a node and ends with it."""
@@ -194,15 +191,6 @@ def prefix_tree(batch: DataProto, *, share: bool = True, whole: bool = False) ->
     Rows of equal prompts share them. If such a row has several sequences, they share their whole common beginning. A
     row of one sequence shares no more than its prompt, unless the response of a row with this prompt begins with given
     tokens, which do not train. Rows with images never share more."""
-    global _last
-    tensors = list(batch.batch.values())
-    key = share, whole, [(id(x), x._version) for x in tensors]
-    if key != _last[0]:
-        _last = key, tensors, _tree_of(batch, share, whole)
-    return _last[-1]
-
-
-def _tree_of(batch: DataProto, share: bool, whole: bool) -> PrefixTree:
     ids, positions = batch.batch["input_ids"], text_positions(batch.batch["position_ids"])
     attention, trained = batch.batch["attention_mask"].bool().numpy(), batch.batch["response_mask"].bool().numpy()
     (B, L), T = ids.shape, trained.shape[1]

@@ -4,6 +4,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,9 +12,19 @@ import torch.distributed as dist
 
 from lib import InputError
 from lib.distributed.device import device_setter, single_rank_backend
-from lib.distributed.launch import collective_timeout
 
 BUCKET_BYTES = 256 << 20  # that move at a time: weights to servers, Adam's moments; a larger tensor goes alone
+_timeout = timedelta(days=7)
+
+
+def limit_collectives(seconds: float) -> None:
+    global _timeout
+    _timeout = timedelta(seconds=seconds)
+
+
+def collective_timeout() -> timedelta:
+    """For a collective in any group, and for the job's store."""
+    return _timeout
 
 
 def in_thread(call: Callable[[], Any]) -> Future:
@@ -88,22 +99,18 @@ def all_to_all(
     return all_to_all_single_autograd(x.contiguous(), receive, send, group)
 
 
-class TakeOwn(torch.autograd.Function):
+def take_own(x: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """x[own], where all ranks of the group computed the same x, and each one's loss is about its own part. The gradient
     of x is the mean of the ranks' gradients, as FSDP's is over the other dimension of the mesh."""
 
-    @staticmethod
-    def forward(ctx, x, own, group):
-        ctx.save_for_backward(own)
-        ctx.shape, ctx.group = x.shape, group
-        return x[own]
+    def mean(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=group)
+        return gradient / group.size()
 
-    @staticmethod
-    def backward(ctx, gradient):
-        [own] = ctx.saved_tensors
-        whole = gradient.new_zeros(ctx.shape).index_copy(0, own, gradient)
-        dist.all_reduce(whole, group=ctx.group)
-        return whole / ctx.group.size(), None, None
+    if x.requires_grad:
+        x.register_hook(mean)
+    return x[own]
 
 
 def broadcast(value: Any) -> Any:

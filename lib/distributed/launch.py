@@ -31,8 +31,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from lib import InputError, is_first_on_node, report_mistake
 from lib.cli.flags import threads_of_environment
 from lib.cli.process import end_interrupted
+from lib.distributed.collectives import collective_timeout, limit_collectives
 from lib.distributed.device import accelerator, collective_backend, single_rank_backend
-from lib.distributed.watchdog import current_stage, enter_stage, start_watching, stop_watching
+from lib.distributed.reduced import current_stage, enter_stage
+from lib.distributed.watchdog import start_watching, stop_watching
 
 T = TypeVar("T")
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # EFBIG: a limit on the size of files
@@ -66,7 +68,6 @@ class _Job(NamedTuple):
 
 
 _job: _Job | None = None
-_timeout = timedelta(days=7)  # for a collective in any group, and for the store
 _meetings = itertools.count()
 
 
@@ -97,7 +98,7 @@ def init_distributed(
 
     Raises InputError under `accelerate launch --cpu`, which starts one process, and on all ranks if they were started
     differently. docs/security.md says what listens where."""
-    global _job, _timeout
+    global _job
     env = os.environ
     _check_launcher(env)
     if "RANK" not in env:  # plain `python script.py`
@@ -107,13 +108,13 @@ def init_distributed(
     trains = int(env["RANK"]) < trainers
     device = _pick_device(int(env["LOCAL_RANK"]), trains)
     if stage_timeout:
-        _timeout = timedelta(seconds=1.1 * stage_timeout)  # the watcher can say more, so it comes first
+        limit_collectives(1.1 * stage_timeout)  # the watcher can say more, so it comes first
     if is_on_one_node():
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # lo0 on a Mac
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
         if not rollout_engine.startswith("http"):
             env.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    store, rank, size = _meet(_timeout)
+    store, rank, size = _meet(timeout := collective_timeout())
     if stage_timeout:
         enter_stage("start")
         # a clone, as the main thread may be waiting in the store
@@ -125,7 +126,7 @@ def init_distributed(
         check_equal_starts(store, rank, size, start)  # first: a collective needs the same number of trainers everywhere
     if trains:
         backend = single_rank_backend() if trainers == 1 else collective_backend(device)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=_timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=trainers, timeout=timeout)
     return World(rank, trainers, device)
 
 
@@ -366,10 +367,6 @@ def _leave() -> None:
     store.wait([f"left/{r}" for r in range(1, trainers)])
     store.set(OVER, "")
     store.wait([f"left/{r}" for r in range(trainers, size)])
-
-
-def collective_timeout() -> timedelta:
-    return _timeout
 
 
 def wait_for_all() -> None:

@@ -1,16 +1,22 @@
-"""Metrics over micro-batches and ranks. Each rank reports totals and counts, which `reduce_metrics` combines: a mean of
-the ranks' means would be wrong where their counts differ. A metric without data is left out. A number may be a tensor
-without dimensions: `reduce_metrics` reads all of them at once, so that the host does not wait within an update."""
+"""Metrics of a step: seconds of its stages, and numbers over micro-batches and ranks. Each rank reports
+totals and counts, which `reduce_metrics` combines: a mean of the ranks' means would be wrong where
+their counts differ. A metric without data is left out. A number may be a tensor without dimensions:
+`reduce_metrics` reads all of them at once, so that the host does not wait within an update."""
 
 import math
 import operator
-from collections.abc import Mapping
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from lib import InputError
+from lib.distributed.device import memory_in_use, reset_peak_memory, synchronize
 
 Number = float | torch.Tensor
 
@@ -130,3 +136,62 @@ def faults(found: Mapping[str, torch.Tensor]) -> dict[str, Metric]:
     """Metrics faults/<name> of what is not 0 (nor NaN): the largest of all updates and ranks."""
     values = {name: value.double() for name, value in found.items()}
     return {f"faults/{name}": Max(value.where(value.abs() > 0, -math.inf)) for name, value in values.items()}
+
+
+# ---- the stages of a step ------------------------------------------------------------------------
+_stage = ("start", time.monotonic(), True)  # this rank's, since when, and whether its time is limited
+_step = 0
+_seconds: dict[str, float] = defaultdict(float)
+_memory: dict[str, float] = {}  # perf/memory_<kind>_gib/<stage>
+_started = 0.0
+_open = False  # whether a stage is being timed
+
+
+def enter_stage(name: str, limited: bool = True) -> None:
+    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time, which may be unlimited."""
+    global _stage
+    _stage = (name, time.monotonic(), limited)
+
+
+def current_stage() -> str:
+    return _stage[0]
+
+
+def start_step(step: int) -> None:
+    """From now on `timed` counts for this step."""
+    global _step, _started
+    _step, _started = step, time.perf_counter()
+    _seconds.clear()
+    _memory.clear()
+
+
+@contextmanager
+def timed(stage: str) -> Iterator[None]:
+    """A context manager or decorator: adds the seconds of the block to the step's timing_s/<stage>. The block is also a
+    stage for the watchdog (`enter_stage`) and in a profile. A stage within a stage is part of the outer one."""
+    global _open
+    if _open:
+        yield
+        return
+    enter_stage(f"step {_step} {stage}")
+    reset_peak_memory()
+    _open, start = True, time.perf_counter()
+    try:
+        with record_function(stage):
+            yield
+    finally:
+        synchronize()  # kernels that are still queued belong to this stage
+        _seconds[stage] += time.perf_counter() - start
+        for kind, n in memory_in_use().items():
+            name = f"perf/memory_{kind}_gib/{stage}"
+            before = _memory.get(name, 0.0) if kind == "peak" else 0.0  # the stage has run before in this step
+            _memory[name] = max(n / 2**30, before)
+        _open = False
+    enter_stage(f"step {_step} after {stage}")  # not after an exception: its stage is where it came from
+
+
+def step_timing() -> dict[str, Metric]:
+    """timing_s/<stage> and timing_s/step so far, and the memory of the stages."""
+    stages: dict[str, Metric] = {f"timing_s/{stage}": seconds for stage, seconds in _seconds.items()}
+    stages |= {name: Max(used) for name, used in _memory.items()}
+    return stages | {"timing_s/step": time.perf_counter() - _started}

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from lib import InputError
+from lib.distributed.collectives import collective_timeout
 from lib.distributed.compute_copy import ComputeCopy, copy_of, master_of, place_masters
-from lib.distributed.launch import World, collective_timeout, wait_for_all
-from lib.distributed.watchdog import enter_stage
+from lib.distributed.launch import World, wait_for_all
+from lib.distributed.reduced import enter_stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from lib.distributed import reduced
+
 # On each rank a thread writes its rank's stage to the job's store. When a stage has taken a 30th of its time limit, and
 # each time that has doubled, the thread prints where all ranks are. At the limit it ends the process. The launcher then
 # ends the other ranks or, with --max-restarts, restarts all of them.
 
-_stage = ("start", time.monotonic(), True)  # this rank's stage, since when, and whether its time is limited
 _watcher: threading.Thread | None = None
 _notebook: Path | None = None
 _finished = threading.Event()
@@ -38,16 +39,6 @@ class LauncherLost(RuntimeError):
     """torchrun or accelerate, which would end or restart the other ranks, is gone."""
 
 
-def enter_stage(name: str, limited: bool = True) -> None:
-    """Sets the stage of this rank, such as "step 12 rollout", and restarts its time, which may be unlimited."""
-    global _stage
-    _stage = (name, time.monotonic(), limited)
-
-
-def current_stage() -> str:
-    return _stage[0]
-
-
 def start_watching(store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
     """Starts the watcher. `store` is an exclusive client of the job's store."""
     global _watcher
@@ -59,13 +50,6 @@ def note_waits_in(file: Path) -> None:
     """Also appends lines about waiting ranks to this file."""
     global _notebook
     _notebook = file
-
-
-def _say_and_note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-    if _notebook is not None:
-        with suppress(OSError), _notebook.open("a") as file:  # a full disk must not end the run here
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
 
 def stop_watching(wait_s: float | None = None) -> None:
@@ -93,9 +77,9 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
     while not _finished.wait(beat_s):
         line = _line_of_main_thread()
         if line == "debugger":  # a prompt may stay as long as it likes
-            enter_stage(_stage[0], _stage[2])
-        if watched is not _stage:
-            watched, next_line_s = _stage, first_line_s
+            reduced.enter_stage(reduced._stage[0], reduced._stage[2])
+        if watched is not reduced._stage:
+            watched, next_line_s = reduced._stage, first_line_s
         (name, since, limited), now = watched, time.monotonic()
         seconds, limit_s = now - since, timeout_s if limited else math.inf
         if launcher not in (None, os.getppid()):
@@ -118,7 +102,11 @@ def _watch_stages(store: dist.Store, rank: int, size: int, timeout_s: float) -> 
         if seconds >= limit_s:
             raise StageTimeout(f"rank {rank} ends after {timeout_s:g} s in {name}; {_describe(states)}")
         if not any(stayed >= first_line_s and not silence for _, stayed, silence in list(states.values())[:rank]):
-            _say_and_note(f"waiting: {_describe(states)}")  # one line for all ranks
+            line = f"waiting: {_describe(states)}"  # one for all ranks
+            print(line, file=sys.stderr, flush=True)
+            if _notebook is not None:
+                with suppress(OSError), _notebook.open("a") as file:  # a full disk must not end the run here
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
         next_line_s *= 2
 
 

@@ -1,6 +1,6 @@
 """Policy, reference, critic and reward model: load, and forward to log-probs and entropies, values, or scores. Two
 things keep the forward cheap, and both are exact. Padding never enters it (packing.py, attention.py), and full fp32
-logits never exist (log_probs.py). memory.py estimates how much GPU memory a step needs; it is also a command."""
+logits never exist (log_probs.py)."""
 
 # ruff: noqa: F401, I001  these names are what the package offers
 

@@ -199,9 +199,9 @@ def carries_state(model: PreTrainedModel) -> bool:
     return model._is_stateful or not other_layers(model.config).isdisjoint(stateful)
 
 
-def lay_out(model: PreTrainedModel, name: str, attention: str, padding_free: bool, share_prompts: bool) -> None:
+def lay_out(model: PreTrainedModel, name: str, attention: str, share_prompts: bool) -> None:
     """Decides how rows go through the model, sets its attributes padding_free, share_prompts and takes_rows, and prints
-    why it is not as asked. Layers that carry a state take the `sequence_rows` of a packed row from their parent, as not
+    why rows are padded. Layers that carry a state take the `sequence_rows` of a packed row from their parent, as not
     every parent passes its keywords on. Raises InputError if a token's output depends on later tokens, or on chance."""
     if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise InputError(f"{name}: its attention is not causal; use a decoder")
@@ -215,10 +215,10 @@ def lay_out(model: PreTrainedModel, name: str, attention: str, padding_free: boo
     for parent, layer in pairs:
         layer.rows, layer.forward = None, types.MethodType(_by_rows, layer)
         before_forward(parent, _give_rows)
-    if reason and padding_free:
+    if reason:
         _say(f"{name}: rows are padded and prompts not shared, because {reason}")
     model.takes_rows = bool(pairs)
-    model.padding_free = padding_free and reason is None
+    model.padding_free = reason is None
     model.share_prompts = share_prompts and model.padding_free and not attention.startswith("flash")
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lib.data import PrefixTree, attention_width, count_patches, on_host, prefix_tree
+from lib.data import PrefixTree, attention_width, count_patches, on_host
 from lib.data_proto import DataProto
-from lib.distributed import Mean, Metric, Sum
+from lib.distributed import Mean, Metric, RowGroup, Sum
 from lib.model.vision import patches_per_feature, vision_names
 
 
@@ -59,11 +59,12 @@ def flops_of(model: PreTrainedModel) -> Flops:
     return of_text._replace(patch=patch, patch_size=model.config.vision_config.patch_size)
 
 
-def update_flops(flops: Flops, micro: DataProto, tree: PrefixTree) -> float:
-    """FLOPs of forward and backward over this rank's rows of a micro-batch, with their prefix tree."""
+def update_flops(flops: Flops, micro: DataProto, tree: PrefixTree, ranks: int = 1) -> float:
+    """FLOPs of forward and backward over this rank's rows of a micro-batch: its share of the prefix
+    tree, which is of the rows of so many ranks that run them together."""
     pairs = sum(n * above + n * (n + 1) // 2 for n, above in zip(tree.lengths, tree.above))
     trained = int(on_host(micro).batch["response_mask"].sum())
-    of_text = sum(tree.lengths) * flops.token + trained * flops.prediction + pairs * flops.pair
+    of_text = (sum(tree.lengths) * flops.token + pairs * flops.pair) / ranks + trained * flops.prediction
     if not flops.patch:
         return of_text
     encoded = {rows[0] for rows, above in zip(tree.rows, tree.above) if not above}  # the others share their prompts
@@ -77,11 +78,13 @@ class UpdateFlops:
         self.model, self.flops = model, flops_of(model)
         self.total, self.tokens, self.separate = 0.0, 0, 0
 
-    def count(self, micro: DataProto) -> None:
-        tree = prefix_tree(on_host(micro), share=self.model.share_prompts)
-        self.total += update_flops(self.flops, micro, tree)
-        self.tokens += sum(tree.lengths)
-        self.separate += tree.separate_tokens
+    def count(self, micro: DataProto, row_group: RowGroup | None) -> None:
+        """After the forward of a micro-batch, whose rows these ranks have run together."""
+        if (tree := self.model.tree) is not None:
+            ranks = row_group.ranks.size() if row_group else 1
+            self.total += update_flops(self.flops, micro, tree, ranks)
+            self.tokens += sum(tree.lengths)
+            self.separate += tree.separate_tokens
 
     def end(self) -> dict[str, Metric]:
         """Since the last call."""

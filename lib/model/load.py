@@ -156,9 +156,7 @@ class LoadOptions:
 
     dtype: torch.dtype = torch.float32  # of the weights: AdamW on a checkpoint's bf16 weights would lose updates
     attn_implementation: str = "packed_sdpa"
-    # how `response_log_probs` lays out its rows; where a model does not allow it, its own attributes are False
-    padding_free: bool = True
-    share_prompts: bool = True
+    share_prompts: bool = True  # where the model allows it: its own attribute may be False
     gradient_checkpointing: float = 0  # the share of the layers that the backward pass recomputes; True: all
     offload_activations: bool = False  # what autograd keeps for the backward pass waits in CPU memory
     trust_remote_code: bool = False
@@ -342,7 +340,7 @@ def _prepare(model: PreTrainedModel, missing: set, name: str, forward: Callable,
     that FSDP treats as a forward. Raises InputError if a weight is missing."""
     if missing:
         raise InputError(f"{name}: not a {type(model).__name__}: no {min(missing)} in it ({len(missing)} missing)")
-    lay_out(model, name, how.attn_implementation, how.padding_free, how.share_prompts)
+    lay_out(model, name, how.attn_implementation, how.share_prompts)
     hook_routers(model)
     recompute_layers(model, decoder_layers(model), how.gradient_checkpointing)
     model.train()

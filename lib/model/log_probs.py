@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lib import InputError, is_first_on_node
@@ -22,7 +23,7 @@ from lib.model.vision import with_images
 from lib.sampling import Truncation
 
 CPU_CHUNK, GPU_CHUNK = 256, 2048  # tokens whose logits exist at a time; a GPU reads the whole head for each chunk
-SIGNAL_CHUNK = 512  # of OverVocabulary, in which autograd keeps several tensors of a chunk's size
+SIGNAL_CHUNK = 512  # of over_vocabulary, in which autograd keeps several tensors of a chunk's size
 Signal = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 NEVER = -1e30  # logit of a token that cannot be sampled. Its probability is 0, and 0 x -1e30 is 0; 0 x -inf is NaN
 # How torch.compile compiles what follows the matrix product of LinearLogProbs, by device type. The first two options
@@ -146,41 +147,20 @@ def _gradient(logits, dtype, inv_temperature, y, lse, entropy, least, grad_logp,
     return through_p(logits).to(dtype).scatter_(-1, y, at_y.to(dtype))
 
 
-class OverVocabulary(torch.autograd.Function):
+def over_vocabulary(signal: Callable, h: torch.Tensor, weight: torch.Tensor, inv_temperature: float) -> tuple:
     """signal(log_p, s): tensors (n, ...), by the log-probs (n, V) of a chunk s of tokens, log_softmax(h W^T /
-    temperature). Backward recomputes each chunk, by autograd."""
+    temperature). Backward recomputes each chunk."""
+    whole = weight
+    if weight.requires_grad:  # the chunks' gradients add up in fp32
+        whole = weight.to(torch.promote_types(h.dtype, torch.float32))
 
-    @staticmethod
-    def forward(ctx, signal, h, weight, inv_temperature):
-        ctx.set_materialize_grads(False)
-        parts = []
-        for i in range(0, max(len(h), 1), SIGNAL_CHUNK):
-            s = slice(i, i + SIGNAL_CHUNK)
-            parts.append(signal(_log_softmax(torch.mm(h[s], weight.T), inv_temperature), s))
-        results = tuple(torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(h, weight)
-        ctx.signal, ctx.inv_temperature = signal, inv_temperature
-        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
-        return results
+    def of_chunk(h: torch.Tensor, whole: torch.Tensor, s: slice) -> tuple[torch.Tensor, ...]:
+        return signal(_log_softmax(torch.mm(h, whole.to(h.dtype).T), inv_temperature), s)
 
-    @staticmethod
-    def backward(ctx, *grads):
-        h, weight = ctx.saved_tensors
-        dh = torch.zeros_like(h)
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        dw = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if ctx.needs_input_grad[2] else None
-        for i in range(0, len(h), SIGNAL_CHUNK):
-            s = slice(i, i + SIGNAL_CHUNK)
-            logits = torch.mm(h[s], weight.T).requires_grad_()
-            with torch.enable_grad():
-                results = ctx.signal(_log_softmax(logits, ctx.inv_temperature), s)
-            used = [x for x, grad in zip(results, grads) if grad is not None]
-            [dz] = torch.autograd.grad(used, logits, [grad[s] for grad in grads if grad is not None])
-            torch.mm(dz, weight, out=dh[s])
-            if dw is not None:
-                dw += dz.T @ h[s]
-            del logits, results, used, dz  # before those of the next chunk
-        return None, dh, None if dw is None else dw.to(weight.dtype), None
+    chunks = [slice(i, i + SIGNAL_CHUNK) for i in range(0, max(len(h), 1), SIGNAL_CHUNK)]
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    parts = [checkpoint(of_chunk, h[s], whole, s, **how) for s in chunks]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def _log_softmax(logits: torch.Tensor, inv_temperature: float) -> torch.Tensor:
@@ -223,22 +203,23 @@ def logits_are_a_plain_product(model: PreTrainedModel) -> bool:
 def token_log_probs(
     self, inputs: dict, select, y, temperature: float, sum_pi_squared=False, truncation=None, signal=None
 ) -> tuple[torch.Tensor, ...]:
-    """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,), then what `OverVocabulary` gives.
-    A method that `load_model` binds. inputs: what the decoder takes, over (b, l) positions; select (n,): indices into
-    the b * l; some may repeat."""
-    if not logits_are_a_plain_product(self) or self.get_decoder() is self:
-        logits = self(**with_images(self, inputs), use_cache=False).logits.flatten(0, 1)[select]
+    """What `LinearLogProbs` gives for token y[i] after position select[i], each (n,), then that of
+    `over_vocabulary`. A method that `load_model` binds. inputs: what the decoder takes, over (b, l)
+    positions; select (n,): indices into the b * l; some may repeat."""
+    if not logits_are_a_plain_product(self) or self.get_decoder() is self:  # such models see no images
+        logits = self(**inputs, use_cache=False).logits.flatten(0, 1)[select]
         results = _by_whole_logits(logits, y, temperature, sum_pi_squared, truncation)
         return results + signal(_log_softmax(logits, 1 / temperature), slice(None)) if signal else results
     h, weight = token_hidden_states(self, inputs, select), self.get_output_embeddings().weight
     chunk = CPU_CHUNK if h.device.type == "cpu" else GPU_CHUNK
     results = LinearLogProbs.apply(h, weight, y, 1 / temperature, chunk, sum_pi_squared, truncation)
-    return results + OverVocabulary.apply(signal, h, weight, 1 / temperature) if signal else results
+    return results + over_vocabulary(signal, h, weight, 1 / temperature) if signal else results
 
 
 def token_hidden_states(self, inputs: dict, select: torch.Tensor) -> torch.Tensor:
     """What the head multiplies at the selected positions, (n, D). Bound as `token_log_probs` is."""
-    h = self.get_decoder()(**with_images(self, inputs), use_cache=False).last_hidden_state
+    inputs = with_images(self, **inputs) if "images" in inputs else inputs
+    h = self.get_decoder()(**inputs, use_cache=False).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))  # (n, D); on a CPU its backward is twice as fast as an index's
     return h.to(self.get_output_embeddings().weight.dtype)  # Mamba-2 keeps it in fp32
 

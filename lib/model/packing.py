@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lib.data import LAYOUT, PrefixTree, on_host, prefix_tree, prepare_dynamic_batch, restore_dynamic_batch
 from lib.data_proto import DataProto
-from lib.distributed import RowGroup, TakeOwn, all_to_all, fsdp_modules, to_device
+from lib.distributed import RowGroup, all_to_all, fsdp_modules, take_own, to_device
 from lib.model.routing import ROUTES, chosen_experts, routes_of_tokens, rows_of_routes
 from lib.model.vision import images_of
 
@@ -160,7 +160,7 @@ def _of_group(
         results = forward(inputs, select, *of_tokens)
         if routes is not None:
             record(chosen_experts(model))
-        return _parted(TakeOwn.apply(_joined(results), own, group), results), own_target
+        return _parted(take_own(_joined(results), own, group), results), own_target
 
     whole = inputs["input_ids"].shape[1]
     inputs, tokens = _share_of_tokens(inputs, group)
@@ -240,6 +240,7 @@ def _response_inputs(
     inputs = {"input_ids": ids.flatten()[token][None], "position_ids": rope if len(rope) == 1 else rope[:, None]}
     # a token is predicted one place to its left; the step's checks find a mask that includes padding
     select = place[target // T * L + L - T - 1 + target % T].clamp(min=0)
+    model.tree = None if is_empty else tree
     model.real_tokens, padding = slice(0 if is_empty else None), None
     if not padding_free:
         [places], back = sequence_rows(tree, one_size=True)  # (S, l), (N,)
@@ -259,7 +260,8 @@ def _response_inputs(
         # where no row is trained on, no result needs an image, and nothing says which placeholders were sampled
         seen, shape = torch.zeros_like(ids, dtype=torch.bool), inputs["input_ids"].shape
         seen.view(-1)[token] = len(target) > 0
-        images = inputs["images"] = images_of(model, media, ids, trained, seen, place, shape, tower)
+        if images := images_of(model, media, ids, trained, seen, place, shape, tower):
+            inputs["images"] = images
     if padding_free:
         inputs |= _sequence_bounds(model, tree, None if images is None else images.blocks)
     return *to_device((inputs, select, target), device), place[:0] if is_empty else place

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from lib.data_proto import DataProto
 from lib.distributed import Max, Mean, Metric, add_metrics
 from lib.model.attention import before_forward
 
@@ -101,13 +100,6 @@ def chosen_experts(model: PreTrainedModel) -> torch.Tensor:
 
 
 # ---- the column ----------------------------------------------------------------------------------
-
-
-def without_routes(batch: DataProto) -> DataProto:
-    """For a model that chooses its experts itself."""
-    if ROUTES not in batch.non_tensor_batch:
-        return batch
-    return batch.select(non_tensor_batch_keys=[name for name in batch.non_tensor_batch if name != ROUTES])
 
 
 def extended_routes(known: torch.Tensor | None, new: torch.Tensor | None, start: int = 0) -> torch.Tensor | None:

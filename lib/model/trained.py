@@ -28,7 +28,7 @@ from lib.model.flops import UpdateFlops
 from lib.model.load import without_adapters
 from lib.model.log_probs import Signal, batched_log_probs, check_rows, logits_are_a_plain_product, response_log_probs
 from lib.model.packing import of_responses
-from lib.model.routing import ROUTES, RoutingMetrics, routes_column, without_routes
+from lib.model.routing import ROUTES, RoutingMetrics, routes_column
 from lib.model.update_checks import UpdateChecks
 from lib.model.values import batched_values, response_values
 from lib.sampling import Sampling
@@ -83,7 +83,6 @@ class TrainedModel:
     reduce_each_micro_batch: bool
     offload_optimizer: bool = False  # its state is in CPU memory, but for its step
     checks: UpdateChecks = field(default_factory=UpdateChecks)
-    routing: RoutingMetrics = field(default_factory=RoutingMetrics)
     trained_mask: ClassVar[str] = "loss_mask"  # the column of the tokens that its loss sums
 
     def __post_init__(self):
@@ -91,6 +90,7 @@ class TrainedModel:
         self.loss_scale = LossScale() if self.forward.compute_dtype == torch.float16 else None
         self._masks: list[torch.Tensor] = []  # of the mini-batch; none: a script with its own loop
         self.computed = UpdateFlops(self.module)
+        self.routing = RoutingMetrics() if getattr(self.module, "routers", ()) else None
         self.host_state = None
         if self.offload_optimizer:
             self.host_state = HostState(self.optimizer, compute_device(self.module))
@@ -133,7 +133,9 @@ class TrainedModel:
             refresh_weights(self.module)
         self._masks.clear()
         [lr, *_] = self.scheduler.get_last_lr()
-        metrics |= self.checks.end() | self.routing.end() | self.computed.end()
+        metrics |= self.checks.end() | self.computed.end()
+        if self.routing:
+            metrics |= self.routing.end()
         self.scheduler.step()
         self.optimizer.zero_grad()
         metrics |= {f"{self.name}/grad_norm": Mean(grad_norm, 1), f"{self.name}/lr": Mean(float(lr), 1)}
@@ -193,12 +195,12 @@ class Policy(LanguageModel, TrainedModel):
     def log_probs(self, micro: DataProto, signal: Signal | None = None, *columns: str) -> tuple[torch.Tensor, ...]:
         """(log_probs, entropy), each (b, T), of the sampled tokens, with gradients. With a truncation (top_p, top_k
         or min_p) also which tokens it would not have kept. Then the signal's results, as in `response_log_probs`."""
-        self.computed.count(micro)
         f, s = self.forward, self.forward.sampling
         options: dict[str, Any] = {"row_group": f.row_group, "signal": signal, "columns": columns}
         outputs = response_log_probs(self.module, micro, s.temperature, truncation=s.truncation, **options)
+        self.computed.count(micro, self.forward.row_group)
         self.checks.watch(micro, *outputs[:2])
-        if getattr(self.module, "routers", ()):  # a script's own model has none
+        if self.routing:
             self.routing.watch(self.module)
         return outputs
 
@@ -208,13 +210,11 @@ class Policy(LanguageModel, TrainedModel):
         gets its column routed_experts. A collective."""
         f, s, squares = self.forward, self.forward.sampling, "squared_score" in names
         options: dict[str, Any] = {"sum_pi_squared": squares, "truncation": s.truncation, "row_group": f.row_group}
-        if f.routing_replay == "R2":
-            routes: list[torch.Tensor] = []
-            own, options = without_routes(batch), options | {"routes": routes}
-            outputs = batched_log_probs(self.module, own, s.temperature, f.micro_batch_tokens, **options)
+        routes: list[torch.Tensor] | None = [] if f.routing_replay == "R2" else None
+        own = batch if routes is None else without_routes(batch)
+        outputs = batched_log_probs(self.module, own, s.temperature, f.micro_batch_tokens, routes=routes, **options)
+        if routes is not None:
             batch.non_tensor_batch[ROUTES] = routes_column(routes)
-        else:
-            outputs = batched_log_probs(self.module, batch, s.temperature, f.micro_batch_tokens, **options)
         columns = dict(zip(("old_log_probs", "entropys", "squared_score"), outputs))
         if squares:  # of log p, by the logits: |onehot - p|^2, 0 outside the response
             sums = columns["squared_score"]
@@ -228,8 +228,8 @@ class Critic(TrainedModel):
 
     def values(self, micro: DataProto) -> torch.Tensor:
         """Values (b, T), with gradients."""
-        self.computed.count(micro)
         values = response_values(self.module, without_routes(micro), row_group=self.forward.row_group)
+        self.computed.count(micro, self.forward.row_group)
         self.checks.watch(micro, values)
         return values
 
@@ -302,6 +302,13 @@ class Reference(LanguageModel):
             self._sums = sums
         if all_reduce_max(int(not sums.equal(self._sums)), sums.device):
             raise InputError("the reference's weights have changed: it must be a model that no optimizer trains")
+
+
+def without_routes(batch: DataProto) -> DataProto:
+    """For a model that chooses its experts itself."""
+    if ROUTES not in batch.non_tensor_batch:
+        return batch
+    return batch.select(non_tensor_batch_keys=[name for name in batch.non_tensor_batch if name != ROUTES])
 
 
 def micro_batches(mini_batch: DataProto, *models: TrainedModel) -> Iterator[DataProto]:

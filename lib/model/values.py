@@ -24,7 +24,8 @@ def token_values(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> t
     """The head's output (n,) at the selected positions; as `token_log_probs`. A method that `load_critic` and
     `load_reward_model` bind."""
     decoder = self.base_model if family_of(self.config) is None else self.get_decoder()
-    h = decoder(**with_images(self, inputs), use_cache=False).last_hidden_state
+    inputs = with_images(self, **inputs) if "images" in inputs else inputs
+    h = decoder(**inputs, use_cache=False).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))  # (n, D)
     values = value_head(self)(h).sum(1)  # there is one output; [:, 0] would be a view, of which FSDP's hooks warn
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -209,15 +209,9 @@ def dummy_image(model: PreTrainedModel, kind: _Kind) -> dict[str, torch.Tensor]:
 
 
 # ---- the forward ---------------------------------------------------------------------------------
-def with_images(model: PreTrainedModel, inputs: dict) -> dict:
-    """The decoder's inputs, with `images`, if there are any, laid over the embeddings."""
-    rest = {name: x for name, x in inputs.items() if name != "images"}
-    images = inputs.get("images")
-    return rest if images is None else _over_embeddings(model, images, rest)
-
-
-def _over_embeddings(model: PreTrainedModel, images: Images, rest: dict) -> dict:
-    """Raises InputError: an image has another number of features than its row has placeholders."""
+def with_images(model: PreTrainedModel, images: Images, **rest) -> dict:
+    """The decoder's inputs: `rest`, with the images laid over its embeddings. Raises InputError: an image has another
+    number of features than its row has placeholders."""
     embeds = model.get_input_embeddings()(rest.pop("input_ids"))
     flat, deep = embeds.flatten(0, 1), []
     for kind, own in images.inputs.items():
@@ -226,7 +220,11 @@ def _over_embeddings(model: PreTrainedModel, images: Images, rest: dict) -> dict
         parts = out.pooler_output
         if any(x.dim() == 5 for x in own.values()):  # Idefics3, which from transformers 5.23 on joins all images
             parts = torch.cat(list(parts)).unflatten(0, (len(out.last_hidden_state), -1))
-        _check_counts(parts, images.counts.get(kind), kind)
+        ends, counts = set(accumulate(len(part) for part in parts)), images.counts.get(kind)
+        if counts and (max(ends) != sum(counts) or not ends.issuperset(accumulate(counts))):
+            have = f"have {max(ends)} features, their prompts {sum(counts)} placeholder tokens"
+            why = "the processor is not this model's, or a prompt was cut"
+            raise InputError(f"the {kind}s of {len(counts)} prompts {have}: {why}")
         features, *levels = (torch.cat(list(x)) for x in (parts, *getattr(out, "deepstack_features", ())))
         # no token takes a dummy's features, but they are in the graph, and get gradients of zero
         taken = [F.embedding(images.takes[kind], x).to(flat.dtype) for x in (features, *levels)]
@@ -250,15 +248,6 @@ def _over_embeddings(model: PreTrainedModel, images: Images, rest: dict) -> dict
     return rest
 
 
-def _check_counts(parts: Sequence[torch.Tensor], counts: list[int] | None, kind: str) -> None:
-    """parts: the features of each image. A row's images must have as many as the row has placeholders."""
-    ends = set(accumulate(len(part) for part in parts))
-    if counts and (max(ends) != sum(counts) or not ends.issuperset(accumulate(counts))):
-        have = f"have {max(ends)} features, their prompts {sum(counts)} placeholder tokens"
-        why = "the processor is not this model's, or a prompt was cut"
-        raise InputError(f"the {kind}s of {len(counts)} prompts {have}: {why}")
-
-
 def cache_keyword(model: PreTrainedModel) -> str:
     """The keyword for the model's cache (`cache` since transformers 5.24); "" if it takes none."""
     takes = inspect.signature(model.forward).parameters
@@ -268,7 +257,9 @@ def cache_keyword(model: PreTrainedModel) -> str:
 def prompt_logits(self: PreTrainedModel, inputs: dict, select: torch.Tensor) -> torch.Tensor:
     """Logits (n, V) after the positions select (n,), indices into the (b, l) of the inputs: for sampling from prompts
     with images. A method that `load_model` binds to vision models."""
-    h = self.get_decoder()(**with_images(self, inputs), use_cache=cache_keyword(self) in inputs).last_hidden_state
+    use_cache = cache_keyword(self) in inputs
+    inputs = with_images(self, **inputs) if "images" in inputs else inputs
+    h = self.get_decoder()(**inputs, use_cache=use_cache).last_hidden_state
     h = F.embedding(select, h.flatten(0, 1))
     return self.get_output_embeddings()(h)
 

@@ -23,7 +23,7 @@ class Pool:
     memory_mb: MiB that a worker may take beyond the imports. seed: of what the imports draw. log: the
     file for what scorers print, or None. shows: whether to print the first lines of each kind.
     A task is (scorer's index, time limit in s, samples, key). A sample is a dict of compute_score's
-    arguments. What the scorer draws depends on the key alone (lib/seeds.py)."""
+    arguments. What the scorer draws depends on the key alone (lib/sampling.py)."""
 
     def __init__(self, scorers: list[dict], workers: int, memory_mb: int, seed=0, log: Path | None = None, shows=True):
         ours, theirs = socket.socketpair()

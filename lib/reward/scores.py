@@ -32,7 +32,7 @@ from lib.model import reward_model_scores
 from lib.reward.pool import Pool
 from lib.reward.scorer import ARGUMENTS, LARGEST_SCORE, OF, Scorer, call, checked, load_scorer, text_hash
 from lib.rollout import NoRecorder
-from lib.seeds import seeded
+from lib.sampling import seeded
 
 SHADOW = "shadow/"  # begins the names of values that nothing is trained on
 ALWAYS = 16  # a scorer that failed on its first responses, this many over all ranks, stops the run
@@ -273,8 +273,8 @@ class PendingScores:
         manager, failed, of_others = self.manager, Counter(timeout=0, crash=0, error=0), 0
         failure_score = math.nan if manager.failure_score is None else manager.failure_score
         results: dict[tuple[int, int], dict] = {}
-        lengths = [len(rows) for _, rows in self.calls]
-        for number, answers in manager.recorder.record_each("scores", self._timed(), lengths):
+        recorded = manager.recorder.record("scores", lambda: DataProto(meta_info={"items": [*self._timed()]}))
+        for number, answers in recorded.meta_info["items"]:
             k, rows = self.calls[number]
             name = manager.scorers[k].name
             for row, (kind, value) in zip(rows, answers):

@@ -36,8 +36,8 @@ from pathlib import Path
 from lib.cli.secrets import private, redact, secret_in
 from lib.reward.frames import Frames
 from lib.reward.scorer import LONGEST_RESULT, call, checked, load_scorer
+from lib.sampling import seeded, set_seed
 from lib.sandbox import client
-from lib.seeds import seeded, set_seed
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 0.1  # after the time limit, for faulthandler to say where the scorer hangs

@@ -10,7 +10,7 @@ rollout_log_probs are of the distribution sampled from (temperature, top-p, top-
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,14 +24,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
 from lib.columns import COLUMNS, OF_PROMPTS
-from lib.core_algos import splitmix64
 from lib.data import pad_rows
 from lib.data.chat_template import end_of_turn
 from lib.data.vision import Media
 from lib.data_proto import DataProto
 from lib.distributed import Metric, all_reduce_max
 from lib.model.routing import ROUTES, routes_column
-from lib.sampling import Sampling
+from lib.sampling import Sampling, splitmix64
 
 REPORT_S = 60.0  # how often a rollout says what it waits for
 
@@ -70,7 +69,7 @@ class RolloutEngine(Protocol):
 
     in_process: bool = False  # whether it is a SteppedEngine
     asynchronous: bool = False  # whether it samples while ranks train
-    shares_weights: bool = False  # whether it samples with the trainer's own tensors
+    shares_weights: bool = False  # whether it samples with the trainer's own tensors, and needs no load_weights
     takes_weights: bool = True  # False: it does not sample from the policy, and gets no weights
     takes_images: bool = False
     gives_routes: bool = False  # whether it returns routed_experts if `route_layers` is set
@@ -128,6 +127,26 @@ class SteppedEngine(RolloutEngine, Protocol):
         ...
 
     def abort(self, request_id: str) -> None: ...
+
+
+class NoRecorder:
+    """Computes everything, as Recorder and Replayer do in validation, between `end` and `begin`."""
+
+    replays = False  # whether steps get what was recorded
+    replaying = False  # whether the present step does: not between steps
+
+    def begin(self, step: int) -> None: ...
+
+    def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
+        """The step's next input of this name: computed, or as it was recorded."""
+        return produce()
+
+    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
+        """The responses to `prompts`, row by row; any_order: to as many groups of other prompts."""
+        return self.record("rollout", produce)
+
+    def end(self, batch: DataProto) -> None:
+        """The step takes no more. batch: that of the update."""
 
 
 def row_limits(prompts: DataProto, sampling: Sampling) -> list[int]:

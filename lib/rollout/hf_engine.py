@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lib import InputError
-from lib.core_algos import splitmix64
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
 from lib.distributed import compute_device, device_setter, unsharded
@@ -19,8 +19,7 @@ from lib.model.routing import chosen_experts
 from lib.model.vision import cache_keyword, images_of_prompts
 from lib.rollout.engine import Generated, SteppedEngine, add_responses, row_limits, stop_token_ids
 from lib.rollout.group_cache import GroupCache, can_group
-from lib.rollout.weight_sync import weight_checksum
-from lib.sampling import Sampling
+from lib.sampling import Sampling, splitmix64
 
 LONG_PROMPT = 128  # tokens; to copy a shorter prompt's cache to each row costs less than GroupCache
 
@@ -39,10 +38,6 @@ class HFEngine(SteppedEngine):
         self._cache_keyword = known_cache(model)
         self.stop_ids = torch.tensor(stop_token_ids(model, tokenizer))
         self._waiting: dict[str, tuple[list[int], Sampling, int, Media | None]] = {}
-
-    def load_weights(self, model: PreTrainedModel, version: int) -> None:
-        """Copies nothing, since the weights are shared; sets version and checksum."""
-        self.version, self.checksum = version, weight_checksum(model, next(model.parameters()).dtype)
 
     def probe_log_probs(self, ids: list[int], media: Media | None = None) -> torch.Tensor:
         ids = media.ids if media else ids
@@ -98,7 +93,9 @@ class HFEngine(SteppedEngine):
 
         prompts, numbers = distinct_prompts(prompt_ids, media)
         prompt_of_row = torch.tensor(numbers, device=device)  # (R,)
-        ids, mask = left_padded([own for own, _ in prompts], self.pad_token_id, device)  # (n, P)
+        texts = [torch.tensor(own) for own, _ in prompts]
+        ids = pad_sequence(texts, True, self.pad_token_id, "left").to(device)  # (n, P)
+        mask = pad_sequence([torch.ones_like(own) for own in texts], True, 0, "left").to(device)
         cache = DynamicCache(config=self.model.config)
         logits, positions = self._prefill(ids, mask, [own for _, own in prompts], cache)
         routes = []  # of the prompts (n, P, layers, k), then of each token (R, layers, k)
@@ -194,7 +191,9 @@ class HFEngine(SteppedEngine):
             if own.sampled is not None:
                 sampled[i, -len(own.ids) :] = torch.tensor(own.sampled)
         images = images_of_prompts(self.model, ids, [own.inputs if own else {} for own in media], sampled)
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "images": images}
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        if images is not None:
+            inputs["images"] = images
         if cache is not None:
             inputs[self._cache_keyword] = cache
         logits = self.model.prompt_logits(inputs, select)
@@ -208,14 +207,6 @@ def distinct_prompts(prompt_ids, media) -> tuple[list[tuple[list[int], Media | N
     distinct = dict(zip(keys, media))
     number = {key: i for i, key in enumerate(distinct)}
     return [(list(ids), own) for (ids, _), own in distinct.items()], [number[key] for key in keys]
-
-
-def left_padded(texts: list[list[int]], pad_token_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask), both (n, P)."""
-    width = max(map(len, texts))
-    ids = [[pad_token_id] * (width - len(text)) + text for text in texts]
-    mask = [[0] * (width - len(text)) + [1] * len(text) for text in texts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def add_routes(generated: list[Generated], routes: list[torch.Tensor], lengths, prompt_of_row: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ an engine or scorers, and computes the rest anew, to the same bits. Files of Dat
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -24,34 +24,9 @@ from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World, timed
 from lib.manifest import MANIFEST, entry, why_altered, why_incomplete, write_manifest
+from lib.rollout.engine import NoRecorder
 
-Items = Iterable[tuple[int, list]]
 BATCH = "batch.safetensors"
-LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-3  # rounding can raise a log-prob above 0
-
-
-class NoRecorder:
-    """Computes everything, as Recorder and Replayer do in validation, between `end` and `begin`."""
-
-    replays = False  # whether steps get what was recorded
-    replaying = False  # whether the present step does: not between steps
-
-    def begin(self, step: int) -> None: ...
-
-    def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
-        """The step's next input of this name: computed, or as it was recorded."""
-        return produce()
-
-    def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
-        """The responses to `prompts`, row by row; any_order: to as many groups of other prompts."""
-        return self.record("rollout", produce)
-
-    def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
-        """The same for plain data that comes one by one: (i, lengths[i] values), in any order."""
-        return items
-
-    def end(self, batch: DataProto) -> None:
-        """The step takes no more. batch: that of the update."""
 
 
 class _RecordOnDisk(NoRecorder):
@@ -73,23 +48,11 @@ class _RecordOnDisk(NoRecorder):
 class Recorder(_RecordOnDisk):
     """Of --record. Writes at once, so that what a step took is on the disk before it trains."""
 
-    def begin(self, step: int) -> None:
-        super().begin(step)
-        self.written: dict[str, dict] = {}
-
     def record(self, name: str, produce: Callable[[], DataProto]) -> DataProto:
         taken = produce()
         if self.at is not None:
             self._write(taken, self.next_file(name))
         return taken
-
-    def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
-        taken = []
-        for item in items:
-            taken.append(item)
-            yield item
-        if self.at is not None:
-            self._write(DataProto(meta_info={"items": taken}), self.next_file(name))
 
     @timed("record")
     def end(self, batch: DataProto) -> None:
@@ -100,9 +63,9 @@ class Recorder(_RecordOnDisk):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             data.save_to_disk(file)
-            self.written[file.name] = entry(file)
             if file.name == BATCH:
-                write_manifest(file.parent, self.written, of=_place(file.parent))
+                written = {path.name: entry(path) for path in file.parent.glob("*.safetensors")}
+                write_manifest(file.parent, written, of=_place(file.parent))
         except (OSError, SafetensorError, InputError) as error:  # the last: a column that is no plain data
             what = f"{file.name} of step {self.step} not written"
             raise InputError(f"--record {self.folder}: {what}: {error}") from error
@@ -128,15 +91,7 @@ class Replayer(_RecordOnDisk):
             number = self.taken[name]
             why = f"asks for {name} number {number}, and {number - 1} were recorded"
             raise self._other_flags(f"step {self.step} {why}")
-        taken = DataProto.load_from_disk(file).to(self.world.device)
-        for key, column in taken.batch.items() if taken.batch is not None else ():
-            wrong = column.isnan() | column.isinf()
-            if key == "rollout_log_probs":
-                wrong |= (column < LOWEST_LOG_PROB) | (column > HIGHEST_LOG_PROB)
-            if wrong.any():
-                what = f"{file.name} has {column[wrong][0].item()} among its {key}"
-                raise _damaged(self.folder, self.step, what)
-        return taken
+        return DataProto.load_from_disk(file).to(self.world.device)
 
     def rollout(self, prompts: DataProto, produce: Callable[[], DataProto], any_order: bool = False) -> DataProto:
         """Raises InputError for other prompts than recorded, or with any_order other group sizes."""
@@ -145,13 +100,6 @@ class Replayer(_RecordOnDisk):
         if asked(prompts) != asked(batch):
             raise self._other_flags(f"the prompts of step {self.step} are not those recorded")
         return batch
-
-    def record_each(self, name: str, items: Items, lengths: list[int]) -> Items:
-        """Raises InputError if other numbers of values were recorded."""
-        taken = self.record(name, lambda: DataProto(meta_info={"items": items})).meta_info["items"]
-        if self.replaying and sorted((i, len(values)) for i, values in taken) != list(enumerate(lengths)):
-            raise _damaged(self.folder, self.step, f"its {name} are not of its rollouts")
-        return taken
 
     def end(self, batch: DataProto) -> None:
         """Raises InputError if the recorded step sampled more: the next would get other prompts."""

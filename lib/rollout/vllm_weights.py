@@ -5,7 +5,7 @@ It also works on a CPU, where two of vLLM's caches survive a reload and are rebu
 output head, and the packed experts of a mixture."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,45 +23,12 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
 )
 
 
-def forget_packed_experts(model: torch.nn.Module) -> None:
-    """Call it before a reload."""
-    for layer in model.modules():
-        if getattr(layer, "moe_kernel", None) is not None:
-            layer.moe_kernel = None  # experts are packed only where there is no kernel yet
-
-
-def pack_linear_layers(model: torch.nn.Module) -> None:
-    """Call it after a reload."""
-    for layer in model.modules():
-        weight = getattr(layer, "weight", None)
-        is_matrix = weight is not None and weight.dim() == 2 and weight.numel()
-        if hasattr(layer, "cpu_linear") and is_matrix:
-            method: Any = layer.quant_method
-            method.process_weights_after_loading(layer)
-
-
-def is_gpt_oss(model: torch.nn.Module) -> bool:
-    return type(model).__name__ == "GptOssForCausalLM"
-
-
-def split_experts(
-    weights: Iterable[tuple[str, torch.Tensor]], sinks: list[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a gpt-oss as vLLM takes them in a reload: experts one by one. It copies sinks
-    (and fused experts) into parameters that the reload replaces, so `sinks` are loaded after it."""
-    for name, tensor in weights:
-        layer, experts, param = name.partition(".mlp.experts.")
-        if experts:
-            yield from ((f"{layer}{experts}{i}.{param}", expert) for i, expert in enumerate(tensor))
-        elif name.endswith(".sinks"):
-            sinks.append((name, tensor.clone()))
-        else:
-            yield name, tensor
+Weights = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
 
 
 @dataclass
 class DirectUpdateInfo(WeightTransferUpdateInfo):
-    weights: Any = None  # yields (checkpoint name, tensor), and can be iterated again
+    weights: Any = None  # Weights that can be iterated again
 
 
 class DirectEngine(WeightTransferEngine):
@@ -72,22 +39,38 @@ class DirectEngine(WeightTransferEngine):
     def init_transfer_engine(self, init_info): ...
 
     def start_weight_update(self):
-        if self.device.type == "cpu":
-            forget_packed_experts(self.model)
+        for layer in self.model.modules() if self.device.type == "cpu" else ():
+            if getattr(layer, "moe_kernel", None) is not None:
+                layer.moe_kernel = None  # experts are packed only where there is no kernel yet
         initialize_layerwise_reload(self.model)
         self.sinks = []
 
     def receive_weights(self, update_info):
         self.load(update_info.weights)
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if is_gpt_oss(self.model):
-            weights = split_experts(weights, self.sinks)
+    def load(self, weights: Weights) -> None:
+        if type(self.model).__name__ == "GptOssForCausalLM":
+            weights = self.split_experts(weights)
         self.model.load_weights(iter(weights))
+
+    def split_experts(self, weights: Weights) -> Weights:
+        """The weights of a gpt-oss as vLLM takes them in a reload: experts one by one. It copies sinks
+        (and fused experts) into parameters that the reload replaces, so sinks are loaded after it."""
+        for name, tensor in weights:
+            layer, experts, param = name.partition(".mlp.experts.")
+            if experts:
+                yield from ((f"{layer}{experts}{i}.{param}", expert) for i, expert in enumerate(tensor))
+            elif name.endswith(".sinks"):
+                self.sinks.append((name, tensor.clone()))
+            else:
+                yield name, tensor
 
     def finish_weight_update(self):
         finalize_layerwise_reload(self.model, self.model_config)
-        pack_linear_layers(self.model)
+        for layer in self.model.modules():  # on a CPU linear layers are packed
+            weight = getattr(layer, "weight", None)
+            if hasattr(layer, "cpu_linear") and weight is not None and weight.dim() == 2 and weight.numel():
+                layer.quant_method.process_weights_after_loading(layer)
         if self.sinks:
             self.model.load_weights(iter(self.sinks))
 

@@ -4,7 +4,6 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from lib import InputError
 from lib.data.vision import Media, Vision, media_hash
 from lib.data_proto import DataProto
-from lib.distributed import Part, all_gather_lists, compute_device, iter_full_params, weight_shards
+from lib.distributed import Part, all_gather_lists, compute_device, fsdp_modules, iter_full_params, weight_shards
 from lib.model import response_log_probs
 from lib.rollout.engine import ImageProbe, RolloutEngine
 
@@ -33,54 +32,47 @@ class UnsupportedAdapter(InputError):
     """The rollout engine cannot sample with this LoRA adapter."""
 
 
-class Difference(NamedTuple):
-    """Of the engine's log-probs from the trainer's, on a probe."""
-
-    mean: float  # nats, absolute
-    k3: float
-    finite: bool  # the trainer's log-probs are
-
-
 def sync_weights(
     engine: RolloutEngine, model, version: int, *, tolerance: float, max_mismatch: float = math.inf
 ) -> Mapping[str, float]:
     """Gives the engine the trainer's weights as `version`, unless it has it, and checks them. A collective.
 
-    A checksum over the bits of all weights finds a skipped or cut-off sync. The log-probs of a probe
-    (random tokens; of a vision model also a text after an image) find weights that are not used: a
-    stale tied head, kept image features. Raises InputError if weights or log-probs of the trainer are
-    not finite, or k3 of a probe exceeds `max_mismatch`; WeightSyncError if the checksum differs, or a
-    probe's mean |log-prob difference| exceeds `tolerance`."""
+    Where the engine has weights of its own, a checksum over the bits of all finds a skipped or cut-off
+    sync. The log-probs of a probe (random tokens; of a vision model also a text after an image) find
+    weights that are not used: a stale tied head, kept image features. Raises InputError if weights or
+    log-probs of the trainer are not finite, or k3 of a probe exceeds `max_mismatch`; WeightSyncError if
+    the checksum differs, or a probe's mean |log-prob difference| exceeds `tolerance`."""
     if engine.version == version:
         return engine.verified  # a resumed run syncs again and has these metrics, so this step must have them, too
     since = "at the start: see --model"
     if version:
         since = f"after step {version}: lower --lr or --max-grad-norm, and resume from an earlier checkpoint"
     _check_finite(model, since)
-    if not engine.takes_weights:
-        engine.version = version
-        return engine.verified
-    engine.load_weights(model, version)
     failed = f"weight sync to version {version} failed"
-    parts: tuple[Part, ...] = ("base", "adapter") if engine.lora_sync == "adapter" else ("merged",)
-    expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype, parts)
-    if (engine.version, engine.checksum) != (version, expected):
-        held = f"the engine holds version {engine.version} with checksum {engine.checksum}"
-        raise WeightSyncError(f"{failed}: {held}, the trainer has {expected}")
+    if engine.takes_weights and not engine.shares_weights:
+        engine.load_weights(model, version)
+        parts: tuple[Part, ...] = ("base", "adapter") if engine.lora_sync == "adapter" else ("merged",)
+        expected = weight_checksum(model, engine.dtype or next(model.parameters()).dtype, parts)
+        if (engine.version, engine.checksum) != (version, expected):
+            held = f"the engine holds version {engine.version} with checksum {engine.checksum}"
+            raise WeightSyncError(f"{failed}: {held}, the trainer has {expected}")
+    engine.version = version
+    if not engine.takes_weights:
+        return engine.verified
     probes: dict[str, ImageProbe | None] = {"on the probe": None}
     if engine.image_probe is not None:
         probes["on the probe with an image"] = engine.image_probe
     means = []
     for where, probe in probes.items():
-        difference = _probe_difference(engine, model, probe)
-        if not difference.finite:
+        mean, k3, finite = _probe_difference(engine, model, probe)
+        if not finite:
             raise InputError(f"the policy's log-probs are not finite {since}")
-        check_mismatch(difference.k3, max_mismatch, f"{where} after step {version}")
-        if not difference.mean <= tolerance:
-            what = f"engine and trainer differ by {difference.mean:.3g} nats {where} (allowed: {tolerance:g})"
+        check_mismatch(k3, max_mismatch, f"{where} after step {version}")
+        if not mean <= tolerance:
+            what = f"engine and trainer differ by {mean:.3g} nats {where} (allowed: {tolerance:g})"
             why = "the engine got the weights and does not compute with them (a server must serve one run only)"
             raise WeightSyncError(f"{failed}: {what}; {why}")
-        means.append(difference.mean)
+        means.append(mean)
     engine.verified = {"rollout/canary_logp_diff": max(means)}
     return engine.verified
 
@@ -95,9 +87,9 @@ def check_mismatch(k3: float, limit: float, where: str) -> None:
 
 
 @torch.no_grad()
-def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> Difference:
-    """Over the text of the probe, of the server that differs most, the same on all ranks. probe:
-    None for random tokens."""
+def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: ImageProbe | None) -> tuple:
+    """(mean |log-prob difference| in nats, k3, whether the trainer's log-probs are finite) over the text of the probe,
+    of the server that differs most, the same on all ranks. probe: None for random tokens."""
     if probe is None:
         vocab_size = model.config.get_text_config().vocab_size
         ids = np.random.default_rng(0).integers(0, vocab_size, size=32).tolist()
@@ -115,7 +107,7 @@ def _probe_difference(engine: RolloutEngine, model: PreTrainedModel, probe: Imag
     is_infinite = not own.isfinite().all()
     largest = [float(log_ratio.abs().mean(-1).max()), float(k3.mean(-1).max()), float(is_infinite)]
     mean, k3, infinite = torch.tensor(all_gather_lists([largest])).amax(0).tolist()  # nan if there is one
-    return Difference(mean, k3, not infinite)
+    return mean, k3, not infinite
 
 
 def _probe_row(ids: list[int], positions: torch.Tensor, n: int) -> DataProto:
@@ -142,6 +134,8 @@ def image_probe(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, m
 
 
 def _check_finite(model: PreTrainedModel, since: str) -> None:
+    for module in fsdp_modules(model):  # a forward without backward leaves the root's weights as copies
+        module.reshard()
     shards = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     finite = torch.stack([shard.isfinite().all() for shard in shards.values()]).tolist()
     own = [name for name, is_finite in zip(shards, finite) if not is_finite]

@@ -22,7 +22,7 @@ from lib.log.tracking import Tracker
 from lib.model import Policy
 from lib.reward.scores import Rewards, is_number
 from lib.rollout import Rollouts, request_seeds, truncated_rows
-from lib.seeds import seeded
+from lib.sampling import seeded
 
 SHOWN = 3  # samples that a run prints at its end; samples.jsonl has all
 

@@ -2,20 +2,24 @@
 wings (agent/, servers/, planner/), and imports them inside the function that a flag asks for."""
 # ruff: noqa: F401
 
-from lib.setup.inputs import Inputs, check_template, load_inputs, load_vision
-from lib.setup.models import SMALLEST, USUAL_LR, ModelFactory, lr_factor, lr_note, use_cores
+from lib.setup.inputs import Inputs, load_inputs, load_vision
+from lib.setup.models import USUAL_LR, ModelFactory, lr_factor, lr_note, use_cores
 from lib.setup.needs import (
-    ON_CPU,
-    ONLINE_FP8,
     Needs,
     check,
     check_engine,
     get_attention,
     get_compute_dtype,
-    make_kl_control,
     read_columns,
     rollout_correction,
 )
-from lib.setup.ranks import choose_engine, join, start, use_batch_invariant_kernels
-from lib.setup.report import check_memory, choose_by_memory, describe
+from lib.setup.ranks import (
+    check_memory,
+    choose_by_memory,
+    choose_engine,
+    describe,
+    join,
+    start,
+    use_batch_invariant_kernels,
+)
 from lib.setup.rollouts import make_rewards_and_validation, make_rollouts

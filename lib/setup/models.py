@@ -12,7 +12,7 @@ from lib import model as models
 from lib.args import OptimizerArgs, ScriptArgs, ShardArgs
 from lib.distributed import COMPILED, World, make_mesh, make_row_group, shard_model, trainable_parameters
 from lib.model import APART, Critic, ForwardConfig, LossFlags, Policy, Reference, UpdateChecks
-from lib.seeds import set_seed
+from lib.sampling import set_seed
 from lib.setup.needs import Needs, get_attention
 
 USUAL_LR = {"full fine-tuning": (1e-7, 3e-5), "LoRA": (2e-6, 1e-3)}  # of AdamW in RL (docs/defaults.md)
@@ -38,7 +38,11 @@ class ModelFactory:
         row_group = make_row_group(world, self.mesh, self.shard.sequence_parallel_size)
         sampling, tokens = args.rollout.sampling(), args.optimizer.micro_batch_limit
         self.forward = ForwardConfig(tokens, sampling, row_group, needs.dtype, self.model.routing_replay)
-        self.loss = loss_flags(args, needs)
+        kl_of_ratio = args.kl_coef and (args.kl_estimator or "").endswith("_unbiased")
+        plain = args.loss == "vanilla" and not kl_of_ratio
+        clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c) if plain else None
+        apart = math.inf if args.run.replay else APART.get(needs.dtype, math.inf)  # a replay may train other weights
+        self.loss = LossFlags(args.loss_agg_mode, needs.loss_scale_factor, clip, apart)
         self.zero1 = self.shard.chosen == "zero1"
 
     def policy(self, name: str, path: str, make_optimizer: MakeOptimizer, lr_schedule: Schedule) -> Policy:
@@ -119,15 +123,6 @@ class ModelFactory:
         if fused and self.world.device.type in COMPILED:
             models.fuse_layers(module)
         return module
-
-
-def loss_flags(args: ScriptArgs, needs: Needs) -> LossFlags:
-    """What the checks of each update know of the policy's loss."""
-    kl_of_ratio = args.kl_coef and (args.kl_estimator or "").endswith("_unbiased")
-    plain = args.loss == "vanilla" and not kl_of_ratio
-    clip = (args.clip_ratio_low, args.clip_ratio_high, args.clip_ratio_c) if plain else None
-    apart = math.inf if args.run.replay else APART.get(needs.dtype, math.inf)  # a replay may train other weights
-    return LossFlags(args.loss_agg_mode, needs.loss_scale_factor, clip, apart)
 
 
 def use_cores(shard: ShardArgs, device: torch.device) -> None:

@@ -27,6 +27,7 @@ class Needs:
     correction: dict[str, Any]  # keywords of compute_rollout_correction; {}: no correction
     columns: tuple[str, ...]  # that add_advantages reads besides those that are always gathered
     log_probs: tuple[str, ...]  # columns of the policy's pass before the update; (): no pass
+    reads_log_probs: bool  # whether the loss reads rollout_log_probs
     effective: dict[str, Any]
     """{flag: value} of flags that are left to the run (auto, None), for config.json"""
 
@@ -37,15 +38,16 @@ def check(args: ScriptArgs, device: torch.device, sizes: Sizes | None = None) ->
     dtype = get_compute_dtype(args.model.compute_dtype, device)
     correction = rollout_correction(args, dtype)
     if correction:
-        core_algos.get_rollout_correction_fn(correction)
-    check_engine(args, device, dtype, correction)
+        core_algos.compute_rollout_correction(*[torch.ones(2, 1)] * 3, **correction)  # raises InputError
+    reads_log_probs = bool(correction) or loss_corrects(args)
+    check_engine(args, device, dtype, reads_log_probs)
     columns, log_probs = read_columns(args, correction, sizes.updates_per_step)
     scale = args.loss_scale_factor or args.rollout.max_response_length
     shard = args.shard
     if shard.sharding == "auto" and not shard.auto_sharding:
         shard.auto_sharding = choose_sharding(args, device)
     effective = effective_settings(args, device, dtype, correction, log_probs) | {"sharding": shard.chosen}
-    return Needs(sizes, dtype, scale, correction, columns, log_probs, effective)
+    return Needs(sizes, dtype, scale, correction, columns, log_probs, reads_log_probs, effective)
 
 
 def get_compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -117,30 +119,24 @@ def rollout_correction(args: ScriptArgs, dtype: torch.dtype) -> dict[str, Any]:
     return correction
 
 
-def check_engine(args: ScriptArgs, device: torch.device, dtype: torch.dtype, correction: dict) -> None:
-    """Raises InputError for what vLLM cannot do on this device, or with which it samples uncorrected."""
-    if args.rollout.quantization:
-        corrected = bool(correction) or loss_corrects(args) or args.validation.val_only
-        check_quantization(args.rollout.quantization, dtype, device, corrected)
+def check_engine(args: ScriptArgs, device: torch.device, dtype: torch.dtype, reads_log_probs: bool) -> None:
+    """Raises InputError for what vLLM cannot do on this device, and for a quantization of its weights that no sync of
+    weights reaches, or that nothing corrects."""
+    if name := args.rollout.quantization:
+        flag = f'--vllm-kwargs {{"quantization": "{name}"}}'
+        if name not in ONLINE_FP8:
+            others = f"others need weights in their own format: take one of {', '.join(ONLINE_FP8)}"
+            raise InputError(f"{flag}: vLLM quantizes the weights of each sync itself only as FP8; {others}")
+        if device.type == "cpu" and name != ON_CPU:
+            raise InputError(f"{flag}: on a CPU vLLM has kernels for {ON_CPU} only: take that")
+        if dtype == torch.float32:
+            raise InputError(f"{flag}: vLLM quantizes 16-bit weights: set --compute-dtype bfloat16")
+        if not (reads_log_probs or args.validation.val_only):
+            fix = "set --rollout-correction.level token (docs/algorithms.md)"
+            raise InputError(f"{flag}: the engine samples from other probabilities than the loss assumes: {fix}")
     if args.model.routing_replay == "R3" and args.rollout.starts_vllm and device.type == "cpu" and not args.run.dry_run:
         why = "on a CPU vLLM does not return the experts"
         raise InputError(f"--routing-replay R3 with --rollout-engine vllm: {why}: take --rollout-engine hf, or R2")
-
-
-def check_quantization(name: str, dtype: torch.dtype, device: torch.device, corrected: bool) -> None:
-    """Raises InputError for a quantization of vLLM's weights that no sync of weights reaches, or that nothing corrects.
-    corrected: whether the loss accounts for the difference between engine and trainer."""
-    flag = f'--vllm-kwargs {{"quantization": "{name}"}}'
-    if name not in ONLINE_FP8:
-        others = f"others need weights in their own format: take one of {', '.join(ONLINE_FP8)}"
-        raise InputError(f"{flag}: vLLM quantizes the weights of each sync itself only as FP8; {others}")
-    if device.type == "cpu" and name != ON_CPU:
-        raise InputError(f"{flag}: on a CPU vLLM has kernels for {ON_CPU} only: take that")
-    if dtype == torch.float32:
-        raise InputError(f"{flag}: vLLM quantizes 16-bit weights: set --compute-dtype bfloat16")
-    if not corrected:
-        fix = "set --rollout-correction.level token (docs/algorithms.md)"
-        raise InputError(f"{flag}: the engine samples from other probabilities than the loss assumes: {fix}")
 
 
 def read_columns(args: ScriptArgs, correction: dict, updates_per_step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -175,10 +171,3 @@ def effective_settings(
     if args.rollout.starts_vllm:
         settings["gpu_memory_utilization"] = args.rollout.gpu_share
     return settings
-
-
-def make_kl_control(args: ScriptArgs) -> core_algos.AdaptiveKLController:
-    """The controller of the KL coefficient beta: fixed or adaptive."""
-    if args.kl_target is None:
-        return core_algos.FixedKLController(args.kl_coef)
-    return core_algos.AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)

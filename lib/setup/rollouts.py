@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lib.args import PromptSampling, ScriptArgs, Sizes, engine_rows
+from lib.args import PromptSampling, ScriptArgs, engine_rows
 from lib.data import make_loader
 from lib.model import Policy
 from lib.reward.scorer import Scorer
@@ -15,10 +15,10 @@ from lib.rollout import Rollouts, make_engine
 from lib.run import Run, Validation
 from lib.setup.inputs import Inputs
 from lib.setup.models import ModelFactory, use_cores
-from lib.setup.needs import loss_corrects, rollout_correction
+from lib.setup.needs import Needs
 
 
-def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes, run: Run) -> Rollouts:
+def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, needs: Needs, run: Run) -> Rollouts:
     """Makes the engine, and the run's rollouts from its next step on. The validation of a replay has hf."""
     rollout, data, world, dtype = args.rollout, args.data, actor.world, actor.forward.compute_dtype
     limits = [val_set.max_response_length or 0 for val_set in args.validation.sets()]
@@ -80,13 +80,13 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         loader,
         actor.forward.sampling,
         world=world,
-        sizes=sizes,
+        sizes=needs.sizes,
         seed=args.run.seed,
         async_level=level,
         # nats; bf16 engines differ by 0.03. For a quantized one the limit is that of the mismatch
         sync_tolerance=math.inf if rollout.quantization else 1e-3 if dtype == torch.float32 else 0.25,
         max_mismatch=rollout.mismatch_limit,
-        reads_log_probs=loss_corrects(args) or bool(rollout_correction(args, dtype)),
+        reads_log_probs=needs.reads_log_probs,
         recorder=run.recorder,
         replays_any_order=level > 0 and replays and any_order,
     )
@@ -96,7 +96,7 @@ def make_rollouts(args: ScriptArgs, actor: Policy, inputs: Inputs, sizes: Sizes,
         assert engine.asynchronous
         settings: dict[str, Any] = {"engine": engine, "sampler": sampler, "begin": rollouts.begin_groups}
         settings |= {"sampling": rollouts.sampling, "level": level, "order": order}
-        settings |= {"groups": sizes.local_prompts, "group_size": sizes.group_size, "last_started": run.step}
+        settings |= {"groups": needs.sizes.local_prompts, "group_size": args.group_size, "last_started": run.step}
         settings["last"] = None if args.max_gen_batches else args.run.total_steps  # a step may take several batches
         rollouts.async_rollouts = AsyncRollouts(**settings)
     return rollouts

@@ -322,9 +322,7 @@ def hf(request, world, tmp_path_factory):
         p.data.add_(0.1 * torch.randn_like(p))
     model.save_pretrained(folder)
     model = shard_model(load_model(str(folder)), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
-    engine = HFEngine(model, vision.processor.tokenizer)
-    engine.load_weights(model, 0)
-    return engine, model, request.param
+    return HFEngine(model, vision.processor.tokenizer), model, request.param
 
 
 def test_hf_samples_from_the_policy_that_is_trained(hf):

@@ -21,7 +21,7 @@ from lib.args import AggMode, Reads
 from lib.args.reads import FACTS, NEVER_IDLE, NOTED, TABLE, rows_with
 from lib.cli.flags import walk
 from lib.columns import COLUMNS
-from lib.core_algos import agg_loss, kl_penalty
+from lib.core_algos import AdaptiveKLController, agg_loss, kl_penalty
 from lib.data_proto import DataProto
 from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
 from tests.common import ROOT, parse_flags, with_slow
@@ -111,7 +111,7 @@ def outcome(args: dapo.Args) -> tuple[torch.Tensor, ...] | None:
     tensors, uid, log_probs = step_tensors()
     batch = DataProto.from_dict(dict(tensors), {"uid": uid})
     try:
-        control = setup.make_kl_control(args)
+        control = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
         correction = args.rollout_correction.settings()
         needs = SimpleNamespace(correction=correction, columns=setup.read_columns(args, correction, 1)[0])
         dapo.add_advantages(args, batch, needs, control, 1)

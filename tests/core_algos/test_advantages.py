@@ -18,7 +18,6 @@ from lib import InputError
 from lib.core_algos import (
     AdaptiveEntropyController,
     AdaptiveKLController,
-    FixedKLController,
     apply_kl_penalty,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
@@ -29,7 +28,7 @@ from lib.core_algos import (
     masked_whiten,
 )
 from lib.core_algos.papers.outcomes import gdpo, grpo_leave_one_out
-from lib.core_algos.papers.token_baselines import optimal_token_baseline, tir_optimal_token_baseline
+from lib.core_algos.papers.tokens_and_turns import optimal_token_baseline, tir_optimal_token_baseline
 from lib.declared import ADV_ESTIMATORS
 from remax import remax_advantages
 from tests.core_algos.test_core_algos import bits_equal, garbage
@@ -598,7 +597,7 @@ def test_controllers_resume_exactly():
     for kl in kls[3:]:
         second.update(kl, 333)
     assert second.value == whole.value != make().value
-    fixed = FixedKLController(0.25)
+    fixed = AdaptiveKLController(0.25)
     fixed.update(9.0, 333)
     assert fixed.value == 0.25
 
@@ -606,7 +605,7 @@ def test_controllers_resume_exactly():
 def test_a_controller_that_starts_elsewhere_now_leaves_the_checkpoints_value():
     for before, now in (
         (AdaptiveKLController(0.001, 0.1, 10000), AdaptiveKLController(0.002, 0.1, 10000)),
-        (FixedKLController(0.25), FixedKLController(1)),
+        (AdaptiveKLController(0.25), AdaptiveKLController(1)),
         (AdaptiveEntropyController(0.01, 0.2), AdaptiveEntropyController(0.02, 0.2)),
     ):
         start = now.value

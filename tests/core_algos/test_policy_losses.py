@@ -20,7 +20,6 @@ from lib.core_algos import (
     LOSS_AGG_MODES,
     agg_loss,
     compute_rollout_correction,
-    get_rollout_correction_fn,
     token_masks,
 )
 from lib.core_algos import policy_losses as pl
@@ -456,7 +455,7 @@ def test_correlation_of_a_constant_is_left_out_and_equal_policies_are_all_there(
 def test_correction_settings_are_checked_before_there_is_a_batch():
     old, rollout, mask = mismatch_batch(5)
     settings = {"level": "sequence", "bounds": [0.5, 3.0], "reject": {"token_k1": (0.25, 9.0), "seq_max_k3": 2.0}}
-    weights, new_mask, metrics = get_rollout_correction_fn(settings)(old, rollout, mask)
+    weights, new_mask, metrics = compute_rollout_correction(old, rollout, mask, **settings)
     as_tuples = {"level": "sequence", "bounds": (0.5, 3.0), "reject": {"token_k1": (0.25, 9.0), "seq_max_k3": 2.0}}
     expected = compute_rollout_correction(old, rollout, mask, **as_tuples)
     assert bits_equal(weights, expected[0]) and bits_equal(new_mask, expected[1]) and metrics == expected[2]
@@ -472,7 +471,7 @@ def test_correction_settings_are_checked_before_there_is_a_batch():
         ({"reject": {"seq_mean_k1": (1.1, 2)}}, "seq_mean_k1"),
     ):
         with pytest.raises(InputError, match=message):
-            get_rollout_correction_fn(bad)
+            compute_rollout_correction(*[torch.ones(2, 1)] * 3, **bad)
 
 
 def test_correction_bad_input_and_edges():

@@ -187,7 +187,7 @@ def test_what_differs_between_the_starts_of_two_ranks_is_named(tmp_path, monkeyp
         (folder / "model/model.safetensors").write_text("weights")
         (folder / "reward.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0")
     monkeypatch.setattr(run_config, "ROOT", tmp_path)
-    script, code, helper = tmp_path / "grpo.py", tmp_path / "lib/seeds.py", tmp_path / "helper_of_reward.py"
+    script, code, helper = tmp_path / "grpo.py", tmp_path / "lib/sampling.py", tmp_path / "helper_of_reward.py"
     code.parent.mkdir()
     for file in (script, code, helper):
         file.write_text("seed = 1")

@@ -158,7 +158,7 @@ def test_loading_a_model_may_take_longer_than_a_stage(tmp_path, start_ranks, mon
     def load_and_train(_):
         world = init_distributed(1)
         model = shard_model(load_model(path, on_meta=True), make_mesh(world), torch.float32)
-        assert lib.distributed.watchdog._stage[0] == "start"
+        assert lib.distributed.reduced._stage[0] == "start"
         assert len(list(model.parameters())) > 0
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", slowly)
@@ -172,7 +172,7 @@ def test_the_time_limit_holds_in_every_group(start_ranks):
 
     def in_every_group(_):
         world = init_distributed()
-        lib.distributed.launch._timeout = timedelta(seconds=2)  # groups must connect within it, too
+        lib.distributed.collectives._timeout = timedelta(seconds=2)  # groups must connect within it, too
         replicas, tensor = make_mesh(world, replicas=2), make_mesh(world, tensor_parallel=2)
         groups = [replicas.get_group("replicate"), replicas.get_group("shard"), tensor.get_group("tensor")]
         groups += [make_row_group(world, replicas, 2).ranks, new_cpu_group(), new_cpu_subgroup(2)]
@@ -407,8 +407,8 @@ def test_without_a_time_limit_nobody_watches(start_ranks):
 def test_timed_blocks_are_stages():
     start_step(3)
     with timed("rollout"):
-        assert lib.distributed.watchdog._stage[0] == "step 3 rollout"
-    assert lib.distributed.watchdog._stage[0] == "step 3 after rollout"
+        assert lib.distributed.reduced._stage[0] == "step 3 rollout"
+    assert lib.distributed.reduced._stage[0] == "step 3 after rollout"
 
 
 # ---- launchers -----------------------------------------------------------------------------------

@@ -353,7 +353,7 @@ def test_two_ranks_give_the_numbers_of_one(rows_of_first):
 
 def test_the_clock_adds_up_and_survives_an_exception(monkeypatch):
     ticks = iter([0.0, 1.0, 1.5, 6.0, 7.0, 9.0, 9.0, 9.0])
-    monkeypatch.setattr("lib.distributed.clock.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("lib.distributed.reduced.time.perf_counter", lambda: next(ticks))
     start_step(1)
     with timed("rollout"), timed("reward"):  # a stage within a stage is part of the outer one: 1 .. 1.5
         pass

@@ -208,17 +208,6 @@ def test_branches_compute_the_beginning_that_they_are_given_once(model):
     )  # of responses as they are sampled none is shared
 
 
-def test_the_last_tree_is_kept_while_its_columns_stay_the_same():
-    batch = batch_of(FORKS)
-    tree = prefix_tree(batch)
-    assert prefix_tree(batch.select()) is tree and prefix_tree(batch, share=False) is not tree
-    batch.batch["response_mask"][-1] = 0
-    changed = prefix_tree(batch)
-    assert sum(changed.lengths) < sum(tree.lengths)
-    batch.batch["response_mask"] = batch.batch["response_mask"].clone()
-    assert prefix_tree(batch) is not changed and prefix_tree(batch).lengths == changed.lengths
-
-
 def test_a_critic_and_gradient_checkpointing_take_the_tree(tmp_path):
     batch = batch_of(FORKS)
     path = save_tiny(tmp_path, cls=Qwen2ForTokenClassification, num_labels=1)

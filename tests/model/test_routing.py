@@ -507,7 +507,7 @@ def test_r2_needs_the_pass_before_the_update():
 def test_vllm_returns_no_experts_on_a_cpu():
     skip_without_vllm()
     args = parse_flags(grpo.Args, [*MOE, "--routing-replay", "R3", "--rollout-engine", "vllm"])
-    setup.check_engine(args, torch.device("meta"), torch.bfloat16, {})  # stands for a GPU
+    setup.check_engine(args, torch.device("meta"), torch.bfloat16, False)  # stands for a GPU
     with pytest.raises(InputError, match="on a CPU vLLM does not return the experts: take --rollout-engine hf, or R2"):
         setup.check(args, torch.device("cpu"))
 

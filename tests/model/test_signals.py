@@ -41,7 +41,7 @@ def test_values_and_gradients_are_those_of_whole_logits(monkeypatch):
         own, log_p_k = top_k(log_p, 2)
         return own, log_p_k, at_ids(log_p, ids[s]), forward_kl(log_p, log_q[s]), reverse_kl(log_p, log_q[s])
 
-    own, *ours = log_probs.OverVocabulary.apply(signal, h, w, 1 / 0.7)
+    own, *ours = log_probs.over_vocabulary(signal, h, w, 1 / 0.7)
     log_p = torch.log_softmax(h @ w.T / 0.7, -1)
     theirs = signal(log_p, slice(None))
     assert own.equal(theirs[0]) and not own.requires_grad
@@ -62,7 +62,7 @@ def test_whole_logits_never_exist(monkeypatch):
     h, w = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
     ids = torch.arange(K).expand(n, K)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        log_probs.OverVocabulary.apply(lambda log_p, s: (at_ids(log_p, ids[s]),), h, w, 1.0)[0].sum().backward()
+        log_probs.over_vocabulary(lambda log_p, s: (at_ids(log_p, ids[s]),), h, w, 1.0)[0].sum().backward()
     assert max(event.cpu_memory_usage for event in profile.events()) < n * v * 4 / 10
 
 

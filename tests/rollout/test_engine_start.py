@@ -194,5 +194,5 @@ def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monke
     )
     inputs = SimpleNamespace(tokenizer=None, vision=None, multi_turn=None, train_data=None)
     run = SimpleNamespace(folder=tmp_path, step=0, recorder=SimpleNamespace(replays=False))
-    setup.make_rollouts(args, actor, inputs, SimpleNamespace(local_rows=8), run)
+    setup.make_rollouts(args, actor, inputs, SimpleNamespace(sizes=None, reads_log_probs=False), run)
     assert set_threads == [8, 1, 8]

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import World
-from lib.manifest import entry, write_manifest
+from lib.manifest import write_manifest
 from lib.rollout import Recorder, Replayer, check_recorded, forget_after
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran, with_slow
 
@@ -223,7 +223,8 @@ def record_steps(folder: Path, steps: int, of: World) -> Recorder:
     for step in range(1, steps + 1):
         recorder.begin(step)
         recorder.rollout(rollout(step), lambda step=step: rollout(step))
-        list(recorder.record_each("scores", [(0, [["ok", {"score": float(step)}]])], [1]))
+        items = [(0, [["ok", {"score": float(step)}]])]
+        recorder.record("scores", lambda items=items: DataProto(meta_info={"items": items}))
         recorder.end(rollout(step))
     return recorder
 
@@ -301,27 +302,10 @@ def test_a_step_that_is_not_as_it_was_recorded_is_named(tmp_path, message):
     assert f"--replay {tmp_path}: step 2 is not as it was recorded (" in text and message in text and "\n" not in text
 
 
-@pytest.mark.parametrize("log_prob", [float("nan"), float("-inf"), 1e9, -1e9])
-def test_log_probs_that_no_engine_gives_are_refused(tmp_path, log_prob):
-    """Also where the manifest was made to fit."""
-    record_steps(tmp_path, 2, world())
-    folder = tmp_path / STEP_2
-    rewrite(folder / "rollout_0.safetensors", log_prob)
-    write_manifest(folder, {file.name: entry(file) for file in folder.glob("*.safetensors")}, of=STEP_2)
-    replay = Replayer(tmp_path, world())
-    replay.begin(2)
-    with pytest.raises(
-        InputError, match=r"step 2 is not as .*rollout_0.safetensors has .* among its rollout_log_probs"
-    ):
-        replay.rollout(rollout(2), None)
-
-
-def test_scores_and_groups_of_other_sizes_are_refused(tmp_path):
+def test_groups_of_other_sizes_are_refused(tmp_path):
     record_steps(tmp_path, 1, world())
     replay = Replayer(tmp_path, world())
     replay.begin(1)
-    with pytest.raises(InputError, match="its scores are not of its rollouts"):
-        replay.record_each("scores", (), [2])
     with pytest.raises(InputError, match="prompts of step 1 are not those recorded"):
         replay.rollout(rollout(5, 5), None, any_order=True)
     replay.begin(1)

@@ -115,9 +115,7 @@ def hf(request, world, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     tiny_vision(request.param, folder)
     model = shard_model(load_model(str(folder)), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
-    engine = HFEngine(model, Tokens())
-    engine.load_weights(model, 0)
-    return request.param, engine, model
+    return request.param, HFEngine(model, Tokens()), model
 
 
 def test_hf_samples_from_the_policy_that_is_trained(hf):

@@ -167,7 +167,7 @@ def test_a_run_leaves_what_it_promises(failing_run, script):
 def test_a_run_imports_no_wing(failing_run, script):
     """Nor what only it needs, such as private modules of torch, which another release may not have."""
     _, modules = failing_run(script)
-    assert "lib.setup.report" in modules and not [name for name in modules if name.startswith(WINGS)]
+    assert "lib.setup.ranks" in modules and not [name for name in modules if name.startswith(WINGS)]
 
 
 @pytest.mark.parametrize("script", ["grpo", *SIBLINGS])

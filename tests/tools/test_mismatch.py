@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
-from lib.core_algos import splitmix64
 from lib.data_proto import DataProto
 from lib.manifest import entry, write_manifest
 from lib.model import add_lora, load_model, log_probs_of
 from lib.model.log_probs import _of_tokens
 from lib.model.vision import cache_keyword
-from lib.sampling import Sampling
+from lib.sampling import Sampling, splitmix64
 from tests.common import ROOT, TOY_MODEL, randomize_lora_b, with_slow
 from tests.mutants.planting import run
 from tools import mismatch

@@ -218,7 +218,7 @@ def test_the_command_writes_table_and_figure(tmp_path, capsys, monkeypatch):
     "args, error",
     [
         ({"script": "no.py"}, "--script no.py: cannot be imported"),
-        ({"script": str(ROOT / "lib/seeds.py")}, "seeds.py has no Args"),
+        ({"script": str(ROOT / "lib/sampling.py")}, "sampling.py has no Args"),
         ({"max_length": 9}, "--max-length 9: from 1 to 5"),
         ({"groups": 3}, "at least 1000"),
         ({"settings": ("--adv-estimator grop",)}, "grop"),
