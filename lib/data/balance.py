@@ -128,11 +128,10 @@ def exchange_groups(batch: DataProto, plan: Plan) -> DataProto:
     own = plan[dist.get_rank()]
     if len(plan) > 1:
         batch = equal_widths(batch)
-        device, meta_info = batch.batch["input_ids"].device, batch.meta_info
-        columns = DataProto(batch.batch, batch.non_tensor_batch)
+        columns, device, meta_info = _without_derived(batch), batch.batch["input_ids"].device, batch.meta_info
         to_rank = np.array([rank_of[uid] for uid in batch.non_tensor_batch["uid"]])
         parts = all_to_all_objects([columns[to_rank == rank] for rank in range(len(plan))])
-        batch = DataProto.concat([part.to(device) for part in parts])
+        batch = DataProto.concat([_with_derived(part.to(device)) for part in parts])
         batch.meta_info, rows = dict(meta_info), rows_by_uid(batch)
     order = [row for uid in own for row in rows.get(uid, ())]
     if order != [*range(len(batch))]:
@@ -149,6 +148,39 @@ def split_mini_batches(batch: DataProto, count: int) -> list[DataProto]:
     sizes = batch.batch["mini_batch"].bincount(minlength=count).tolist()
     ends = [0, *itertools.accumulate(sizes)]
     return [batch[i:j] for i, j in itertools.pairwise(ends)]
+
+
+def _without_derived(batch: DataProto) -> DataProto:
+    """What of a batch has to be sent: integers in 32 bits where they fit, without the columns of `_derived`. Where it
+    differs, as masks of tool outputs do, a column is sent."""
+    tensors, P = dict(batch.batch.items()), batch.batch["prompts"].shape[1]
+    attended = tensors["attention_mask"]
+    lengths = torch.stack([attended[:, :P].sum(1), attended[:, P:].sum(1)], 1)  # (B, 2)
+    derived, sent = _derived(tensors["input_ids"], lengths, P), {"_lengths": lengths}
+    for name, x in tensors.items():
+        if name not in derived or not torch.equal(derived[name], x):
+            sent[name] = x.int() if x.dtype == torch.int64 and (x.int() == x).all() else x
+    dtypes = {name: x.dtype for name, x in tensors.items()}
+    return DataProto.from_dict(sent, batch.non_tensor_batch, {"dtypes": dtypes, "P": P})
+
+
+def _with_derived(sent: DataProto) -> DataProto:
+    """The batch that `_without_derived` was given."""
+    ids, lengths = sent.batch["input_ids"].long(), sent.batch["_lengths"].long()
+    derived = _derived(ids, lengths, sent.meta_info["P"])
+    columns = derived | dict(sent.batch.items())
+    tensors = {name: columns[name].to(dtype) for name, dtype in sent.meta_info["dtypes"].items()}
+    return DataProto.from_dict(tensors, sent.non_tensor_batch)
+
+
+def _derived(ids: torch.Tensor, lengths: torch.Tensor, P: int) -> dict[str, torch.Tensor]:
+    """The columns of text that the policy sampled in one turn, from tokens (B, L) and (B, 2) lengths of the prompt and
+    of the response."""
+    column, begin, end = torch.arange(ids.shape[1], device=ids.device), P - lengths[:, :1], P + lengths[:, 1:]
+    attended = ((begin <= column) & (column < end)).long()
+    positions = (column - begin).clamp(min=0)
+    columns = {"prompts": ids[:, :P], "responses": ids[:, P:], "attention_mask": attended, "position_ids": positions}
+    return columns | {"response_mask": attended[:, P:]}
 
 
 def group_costs(batch: DataProto, model: PreTrainedModel, share_prompts: bool) -> list[float]:
