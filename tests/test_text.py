@@ -23,6 +23,7 @@ from rewards import (
     multiple_choice,
     reasoning_gym,
     search_qa,
+    similarity,
 )
 from rewards import format as form
 
@@ -58,6 +59,7 @@ READERS = {
     "search_qa": lambda text: search_qa.compute_score("", f"<answer>{text}</answer>", ["seven"]),
     "format": lambda text: form.compute_score("", text, None),
     "reasoning_gym": reasoning_gym.extract_answer,
+    "similarity": lambda text: similarity.compute_score("", text, "seven"),
     "judge": judged,
     "hermes": parse_hermes,
     "llama3_json": parse_llama3_json,
