@@ -1,6 +1,7 @@
 """The scorers in rewards/, and the scripts in data/ run as a user runs them."""
 
 import ast
+import asyncio
 import importlib
 import inspect
 import io
@@ -504,6 +505,60 @@ def test_reverse_text_script(tmp_path):
         assert score(row, f"Backward it is:\n{text[::-1]}") == 1.0
     with pytest.raises(InputError, match="none left for train"):
         run(out=tmp_path, length=(3, 3))
+
+
+def sorted_by(key, names):
+    return sorted(names, key=lambda name: name.split()[key == "last"])
+
+
+def test_alphabet_sort_script(tmp_path):
+    run = importlib.import_module("data.alphabet_sort").main
+    run(out=tmp_path, turns=2, names=(1, 3), size=20, test_size=10)
+    train, test = (read(tmp_path / f"{split}.parquet") for split in ("train", "test"))
+    assert len({row["prompt"][0]["content"] for row in train + test}) == 30
+    for row in train + test:
+        kwargs, prompt = row["extra_info"]["interaction_kwargs"], row["prompt"][0]["content"]
+        (first, second), [more] = json.loads(kwargs["lists"]), json.loads(kwargs["more"])
+        key, names = re.match("Sort these names alphabetically by (first|last) name: (.+)\n", prompt).groups()
+        assert first == sorted_by(key, names.split(", "))
+        new = re.match("Add these names: (.+)\n", more)[1].split(", ")
+        assert [name for name in second if name.endswith(" // new name!")] == [
+            f"{name} // new name!" for name in sorted_by(key, new)
+        ]
+        assert [name.removesuffix(" // new name!") for name in second] == sorted_by(key, first + new)
+    with pytest.raises(InputError, match="at most 26 names"):
+        run(out=tmp_path, turns=7)
+
+
+LISTS = [["Ada Xu", "Bo Ito"], ["Ada Xu", "Al Kim // new name!", "Bo Ito"]]
+
+
+@pytest.mark.parametrize(
+    ("written", "rewards_of_turns"),
+    [
+        (
+            ["<answer>\nAda Xu\n Bo Ito \n</answer>", "So: <answer>Ada Xu\nAl Kim // new name!\nBo Ito</answer>"],
+            [0.5, 0.5],
+        ),
+        (["<answer>Bo Ito\nAda Xu</answer>", ""], [0.5 * (12 / 26) ** 4, 0.0]),
+        ([None, "Ada Xu\nAl Kim // new name!\nBo Ito"], [0.0, 0.0]),  # not within <answer>
+        (["<answer>" * 10_000, "<answer></answer>" * 10_000], [0.0, 0.0]),
+        (["<answer>" + "Ada Xu\nBo Ito\n" * 10_000 + "</answer>"], [0.0]),
+    ],
+)
+def test_alphabet_sort_rewards_each_turn(written, rewards_of_turns):
+    interaction = importlib.import_module("data.alphabet_sort").AlphabetSort()
+    found = []
+
+    async def play():
+        await interaction.start("1", lists=json.dumps(LISTS), more=json.dumps(["Add Al Kim"]))
+        for text in written:
+            found.append(await interaction.respond([{"role": "assistant", "content": text}]))
+
+    asyncio.run(play())
+    ends = [(False, "Add Al Kim"), (True, "")][: len(written)]
+    assert [(over, text) for over, text, *_ in found] == ends
+    assert [reward for _, _, reward, _ in found] == pytest.approx(rewards_of_turns)
 
 
 def make(script, tmp_path, **flags):
