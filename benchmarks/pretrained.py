@@ -47,10 +47,10 @@ TASKS = {
         --reward rewards/gsm8k.py:compute_score --reward-kwargs '{"method": "flexible"}'""",
     ),
     "reverse": Task(
-        "words backward",
-        "data/reverse_text.py --length 3 6",
+        "words spelled backward",
+        "data/reverse_text.py --length 2 5 --spelled",
         "val/reverse_text/mean@1",
-        "--max-prompt-length 96 --max-response-length 24 --total-steps 20 --val-every 5",
+        "--max-prompt-length 64 --max-response-length 16 --total-steps 20 --val-every 5",
     ),
     "countdown": Task(
         "two numbers that make a third",

@@ -1,7 +1,7 @@
 """Texts to write backward, letter by letter -> train.parquet and test.parquet.
 
-    python data/reverse_text.py --length 3 6 --out data/reverse_words       words of 3 to 6 letters
-    python data/reverse_text.py --length 20 60 --out data/reverse           the middle of a sentence
+    python data/reverse_text.py --length 20 60 --out data/reverse           parts of sentences
+    python data/reverse_text.py --length 2 5 --spelled --out data/spelled   words as s u n, for small models
 
 Works offline: the texts are neighbouring words of a story that comes with reasoning-gym. Each text is once in the
 files, and none of test is in train. Rows are scored by rewards/similarity.py (data_source "reverse_text"). A row's
@@ -25,6 +25,7 @@ from data.rows import make_row, run_script, write_rows
 from lib import InputError
 
 INSTRUCTION = "Write this text backward, letter by letter. For example, sun becomes nus."
+SPELLED = "Write these letters in reverse order, separated by spaces, and nothing else."
 
 
 def texts(shortest: int, longest: int) -> list[str]:
@@ -42,12 +43,20 @@ def texts(shortest: int, longest: int) -> list[str]:
     return [*found]
 
 
-def main(out: Path, length: tuple[int, int] = (20, 60), size: int = 2000, test_size: int = 200, seed: int = 1) -> None:
+def main(
+    out: Path,
+    length: tuple[int, int] = (20, 60),
+    spelled: bool = False,
+    size: int = 2000,
+    test_size: int = 200,
+    seed: int = 1,
+) -> None:
     """Write train.parquet and test.parquet.
 
     Args:
         out: folder to write to.
         length: characters of a text, at least and at most.
+        spelled: single words, with a space between two letters: each letter is a token.
         size: number of training rows, at most.
         test_size: number of test rows.
         seed: seed of the order of the texts.
@@ -55,6 +64,8 @@ def main(out: Path, length: tuple[int, int] = (20, 60), size: int = 2000, test_s
     if size < 1 or test_size < 1:
         raise InputError(f"--size {size} --test-size {test_size}: each at least 1")
     every = texts(*length)
+    if spelled:
+        every = [" ".join(text) for text in every if " " not in text]
     if len(every) <= test_size:
         raise InputError(f"--length {length[0]} {length[1]}: {len(every)} texts, none left for train")
     random.Random(seed).shuffle(every)
@@ -64,7 +75,7 @@ def main(out: Path, length: tuple[int, int] = (20, 60), size: int = 2000, test_s
         for i, text in enumerate(part):
             answer = text[::-1]
             info = {"split": split, "index": i, "answer": answer}
-            rows.append(make_row("reverse_text", f"{INSTRUCTION}\n\n{text}", answer, info))
+            rows.append(make_row("reverse_text", f"{SPELLED if spelled else INSTRUCTION}\n\n{text}", answer, info))
         write_rows(rows, out / f"{split}.parquet")
 
 

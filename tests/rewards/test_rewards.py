@@ -503,6 +503,10 @@ def test_reverse_text_script(tmp_path):
     for text, row in zip(texts, train + test):
         assert row["reward_model"]["ground_truth"] == row["extra_info"]["answer"] == text[::-1]
         assert score(row, f"Backward it is:\n{text[::-1]}") == 1.0
+    run(out=tmp_path, length=(2, 4), spelled=True, size=20, test_size=10)
+    for row in read(tmp_path / "train.parquet"):
+        spelled = row["prompt"][0]["content"].rpartition("\n")[2]
+        assert re.fullmatch("[a-z]( [a-z]){1,3}", spelled) and row["reward_model"]["ground_truth"] == spelled[::-1]
     with pytest.raises(InputError, match="none left for train"):
         run(out=tmp_path, length=(3, 3))
 
