@@ -85,7 +85,7 @@ def spawn(command: list[str], log: Path, env: dict[str, str]) -> float:
         _, status, usage = os.wait4(process.pid, 0)  # wait() does not say what this child alone used
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise RuntimeError(f"{shlex.join(command)}\n{log.read_text()[-3000:]}")
+        raise RuntimeError(f"exit code {process.returncode}: {shlex.join(command)}\n{log.read_text()[-3000:]}")
     return round(usage.ru_utime + usage.ru_stime, 1)
 
 
