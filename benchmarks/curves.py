@@ -78,6 +78,17 @@ def job_env(ranks: int) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "GPUS": str(ranks), "PATH": path}
 
 
+def spawn(command: list[str], log: Path, env: dict[str, str]) -> float:
+    """Runs it to its end; the CPU seconds of its process and children. Raises RuntimeError with the log if it fails."""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)  # wait() does not say what this child alone used
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode}: {shlex.join(command)}\n{log.read_text()[-3000:]}")
+    return round(usage.ru_utime + usage.ru_stime, 1)
+
+
 def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str, ...] = ()) -> dict:
     """One run in processes of its own: its curves, wall and CPU seconds (start-up and validation included).
 
@@ -86,13 +97,8 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str
         launcher = sys.executable if ranks == 1 else "tools/launch/one_node.sh"
         command = [launcher, f"{script}.py", *FLAGS.split(), *shlex.split(flags), "--seed", str(seed)]
         command += ["--output-dir", folder, "--run-name", "run"]
-        with Path(folder, "log").open("w") as log:
-            start = time.perf_counter()
-            process = subprocess.Popen(command, cwd=ROOT, env=job_env(ranks), stdout=log, stderr=subprocess.STDOUT)
-            _, status, usage = os.wait4(process.pid, 0)  # wait() does not say what this child alone used
-            process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{Path(folder, 'log').read_text()[-3000:]}")
+        start = time.perf_counter()
+        cpu_seconds = spawn(command, Path(folder, "log"), job_env(ranks))
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
     for row in rows:  # whatever the data sources are called; equal weights, if there are several
         if of_sources := [row[key] for key in row if key.endswith("/mean@1")]:
@@ -105,7 +111,7 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str
         "accuracy_after": curves[ACCURACY][-1][1],
         "first_step_at_90_percent": next((step for step, value in curves[ACCURACY] if value >= 0.9), None),
         "wall_seconds": round(time.perf_counter() - start, 1),
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "cpu_seconds": cpu_seconds,
         "training_seconds": round(sum(value for _, value in curves["timing_s/step"]), 1),
     }
     print(f"{script}.py {flags} {result}", flush=True)

@@ -2,6 +2,7 @@
 # Numerics, memory and speed on a GPU machine, in less than 10 minutes, without network: gpu_check/__init__.py says what.
 #
 #     benchmarks/gpu_check.sh                                     with .venv, or else python3
+#     benchmarks/gpu_check.sh --ranks 8                           several GPUs of this node, in 20 minutes
 #     WHEELS=folder benchmarks/gpu_check.sh                       what is missing there, from a folder of wheels, into /tmp
 #     benchmarks/gpu_check.sh --device cpu --tiny --output /tmp/check.json       that it works, in seconds
 #

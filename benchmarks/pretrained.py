@@ -1,46 +1,76 @@
-"""A pretrained model learns on a CPU: SmolLM2-135M-Instruct on sums and differences of reasoning-gym, with each script.
+"""Reference runs of a pretrained model on a CPU: SmolLM2-135M-Instruct with each script, on tasks that others know.
 
-    python -m benchmarks.pretrained run --names grpo remax --seeds 1 2    a run takes 10 to 40 minutes of one core
-    python -m benchmarks.pretrained draw        docs/pretrained_curve.png, and prints the table of the page
+    python -m benchmarks.pretrained run --task reverse --scripts grpo remax --seeds 1 2 3      about ten minutes a run
+    python -m benchmarks.pretrained baseline --task reverse    greedy and sampled, before any training
+    python -m benchmarks.pretrained draw --task reverse        the curves, and prints the table of docs/results.md
+    python -m benchmarks.pretrained page --task reverse        the runs as one HTML file
 
-The commands are those of docs/results.md. Records: benchmarks/results/pretrained/<name>_<seed>.jsonl, the run's
-metrics.jsonl with a line before it of how it was made.
+Records: benchmarks/results/pretrained/<task>/<name>_<seed>.jsonl, the run's metrics.jsonl with a line before it that
+has command, machine, CPU seconds, and samples before and after. A record is written when its run ends, and `run` skips
+what has one. Those of sums in benchmarks/results/pretrained itself have 40 steps.
 """
 
 import importlib.util
 import json
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import tyro
 from matplotlib.figure import Figure
 
-from benchmarks.curves import ROOT, provenance
+from benchmarks.curves import ROOT, job_env, provenance, spawn
+from tools.page.__main__ import Args as PageArgs
+from tools.page.__main__ import main as write_page
 
 RECORDS = ROOT / "benchmarks/results/pretrained"
-DATA = """--task chain_sum --size 2000 --test-size 600 --ground-truth answer
-    --instruction 'Answer with the number only.'
-    --task-kwargs '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'"""
-FLAGS = """--max-prompt-length 96 --max-response-length 24 --lr 2e-5 --total-steps 40 --val-every 10 --save-every 0
-    --reward rewards/gsm8k.py:compute_score --reward-kwargs '{"method": "flexible"}' --compute-dtype bfloat16"""
+
+
+class Task(NamedTuple):
+    title: str
+    data: str  # the script that writes its rows, with flags
+    metric: str
+    flags: str  # of all scripts
+
+
+TASKS = {
+    "sums": Task(
+        "sums and differences of one or two digits",
+        """data/reasoning_gym.py --task chain_sum --size 2000 --test-size 600 --ground-truth answer
+        --instruction 'Answer with the number only.'
+        --task-kwargs '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'""",
+        "val/reasoning_gym/chain_sum/mean@1",
+        """--max-prompt-length 96 --max-response-length 24 --total-steps 20 --val-every 5
+        --reward rewards/gsm8k.py:compute_score --reward-kwargs '{"method": "flexible"}'""",
+    ),
+    "reverse": Task(
+        "words spelled backward",
+        "data/reverse_text.py --length 2 5 --spelled",
+        "val/reverse_text/mean@1",
+        "--max-prompt-length 64 --max-response-length 16 --total-steps 20 --val-every 5",
+    ),
+    "countdown": Task(
+        "two numbers that make a third",
+        """data/reasoning_gym.py --task countdown --size 2000 --test-size 200
+        --task-kwargs '{"min_numbers": 2, "max_numbers": 2, "max_value": 20, "min_target": 1, "max_target": 40}'""",
+        "val/reasoning_gym/countdown/mean@1",
+        "--max-prompt-length 192 --max-response-length 48 --total-steps 20 --val-every 5",
+    ),
+}
+FLAGS = "--lr 2e-5 --save-every 0 --no-export-model --compute-dtype bfloat16"
 VLLM = "--rollout-engine vllm"
 GROUPS, SINGLE = "--prompts-per-step 16 --group-size 8", "--prompts-per-step 64"
-RUNS = {
+SCRIPTS = {
     "grpo": f"grpo.py {GROUPS} {VLLM}",
     "remax": f"remax.py {SINGLE} {VLLM}",
     "dapo": f"dapo.py {GROUPS} {VLLM} --overlong-buffer 2",
     "ppo": f"ppo.py {SINGLE} {VLLM} --critic-lr 3e-4",
     "grpo_hf": f"grpo.py {GROUPS}",
 }
-ACCURACY = "val/reasoning_gym/chain_sum/mean@1"
-PANELS = {
-    ACCURACY: "greedy accuracy on held-out questions",
+OF_SAMPLES = {
     "reward/mean": "reward of the samples (temperature 1)",
     "response_length/mean": "response length (tokens)",
 }
@@ -49,11 +79,9 @@ AT_THE_END = {  # means of the last five steps
     "actor/entropy": "entropy (nats)",
     "training/rollout_probs_diff_mean": "`training/rollout_probs_diff_mean`",
 }
-
-
-def call(command: list[str]) -> None:
-    print(shlex.join(command), flush=True)
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+SHOWN = 8  # samples in a record, before and after
+TaskName = Literal[tuple(TASKS)]
+NAMES = ("grpo", "ppo", "remax", "dapo")
 
 
 def model_file() -> Path:
@@ -64,71 +92,138 @@ def model_file() -> Path:
     return model
 
 
-def run(names: tuple[Literal[tuple(RUNS)], ...] = tuple(RUNS), seeds: tuple[int, ...] = (1, 2)) -> None:
-    """One run after the other."""
-    model = model_file()
+def make_rows(task: str, folder: Path) -> list[str]:
+    """Writes them there; the flags that name them and the model."""
+    spawn([sys.executable, *shlex.split(TASKS[task].data), "--out", str(folder)], folder / "log", job_env(1))
+    files = ["--train-files", f"{folder}/train.parquet", "--val-files", f"{folder}/test.parquet"]
+    return ["--model", str(model_file()), *files]
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+def run(
+    task: TaskName, scripts: tuple[Literal[tuple(SCRIPTS)], ...] = NAMES, seeds: tuple[int, ...] = (1, 2, 3)
+) -> None:
+    """One run after the other, of those that have no record yet."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        call([sys.executable, "data/reasoning_gym.py", *shlex.split(DATA), "--out", str(folder)])
+        inputs = make_rows(task, folder)
         for seed in seeds:
-            for name in names:
-                script, *flags = shlex.split(RUNS[name])
-                files = ["--train-files", f"{folder}/train.parquet", "--val-files", f"{folder}/test.parquet"]
-                where = ["--output-dir", str(folder), "--run-name", f"{name}_{seed}", "--seed", str(seed)]
-                how = {"command": shlex.join(["python", script, *flags, *shlex.split(FLAGS)]), "seed": seed}
-                how |= provenance(jobs=1)
-                call([sys.executable, script, "--model", str(model), *files, *flags, *shlex.split(FLAGS), *where])
-                lines = (folder / f"{name}_{seed}/metrics.jsonl").read_text()
-                RECORDS.mkdir(exist_ok=True)
-                (RECORDS / f"{name}_{seed}.jsonl").write_text(json.dumps(how) + "\n" + lines)
+            for name in scripts:
+                record = RECORDS / task / f"{name}_{seed}.jsonl"
+                if not record.exists():
+                    record.parent.mkdir(parents=True, exist_ok=True)
+                    record.write_text(record_of(task, name, seed, inputs, folder))
+                _, *rows = read_lines(record)
+                print(f"{record.relative_to(RECORDS)}: {accuracies(TASKS[task].metric, rows)[-1]}", flush=True)
 
 
-def records() -> list[tuple[str, dict, list[dict]]]:
-    """Of each run, in the order of RUNS: its name, how it was made, the lines of its metrics.jsonl."""
+def record_of(task: str, name: str, seed: int, inputs: list[str], folder: Path) -> str:
+    """The lines of a run's record."""
+    command = shlex.split(f"{SCRIPTS[name]} {TASKS[task].flags} {FLAGS}")
+    where = ["--seed", str(seed), "--output-dir", str(folder), "--run-name", f"{name}_{seed}"]
+    how = {"rows": f"python {TASKS[task].data}", "command": shlex.join(["python", *command]), "seed": seed}
+    how |= provenance(jobs=1)
+    env = job_env(1) | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    seconds = spawn([sys.executable, *command, *inputs, *where], folder / "log", env)
+    made = folder / f"{name}_{seed}"
+    samples = read_lines(made / "samples.jsonl")
+    first, last = ([row for row in samples if row["step"] == samples[end]["step"]] for end in (0, -1))
+    how |= {"cpu_seconds": seconds, "samples": first[:SHOWN] + last[:SHOWN]}
+    return json.dumps(how) + "\n" + (made / "metrics.jsonl").read_text()
+
+
+def baseline(task: TaskName, samples: int = 4) -> None:
+    """The start model: greedy accuracy, and with samples at temperature 1."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        command = shlex.split(f"{SCRIPTS['grpo']} {TASKS[task].flags} {FLAGS} --val-only --output-dir {folder}")
+        command += make_rows(task, folder)
+        for name, flags in {"greedy": "", "sampled": f"--val-samples {samples} --val-temperature 1"}.items():
+            spawn([sys.executable, *command, *flags.split(), "--run-name", name], folder / "log", job_env(1))
+            [metrics] = read_lines(folder / name / "val_only/1/metrics.jsonl")
+            print(name, {key: value for key, value in metrics.items() if key.startswith("val/")})
+            for row in read_lines(folder / name / "val_only/1/samples.jsonl")[:SHOWN]:
+                print(f"  {row['score']:.2f} {row['ground_truth']!r:.20}: {row['response']!r}")
+
+
+# ---- what the records say ------------------------------------------------------------------------
+Run = tuple[str, dict, list[dict]]  # its name, how it was made, the lines of its metrics.jsonl
+
+
+def records(folder: str = "") -> list[Run]:
+    """Of a folder of RECORDS, in the order of SCRIPTS."""
     runs = []
-    for name in RUNS:
-        for file in sorted(RECORDS.glob(f"{name}_[0-9]*.jsonl")):
+    for name in SCRIPTS:
+        for file in sorted((RECORDS / folder).glob(f"{name}_[0-9]*.jsonl")):
             text = file.read_text().replace("rollout/prob_diff", "training/rollout_probs_diff")  # old name
             how, *rows = map(json.loads, text.splitlines())
             runs.append((name, how, rows))
     return runs
 
 
-def table(runs: list[tuple[str, dict, list[dict]]]) -> str:
-    """One line a run."""
+def accuracies(metric: str, rows: list[dict]) -> list[str]:
+    """Of each validation, with its interval."""
+    return [
+        f"{row[metric]:.2f} ({row[f'{metric}/ci_low']:.2f} to {row[f'{metric}/ci_high']:.2f})"
+        for row in rows
+        if metric in row
+    ]
+
+
+def table(runs: list[Run], metric: str) -> str:
+    """One line a run. Records of before November 28 have no CPU seconds: theirs are the wall seconds of steps."""
     heads = ["run", "seed", "before", "after", *AT_THE_END.values(), "seconds of a step (median)"]
+    heads += ["CPU seconds"] * ("cpu_seconds" in runs[0][1])
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, how, rows in runs:
-        before, *_, after = (
-            f"{row[ACCURACY]:.2f} ({row[f'{ACCURACY}/ci_low']:.2f} to {row[f'{ACCURACY}/ci_high']:.2f})"
-            for row in rows
-            if ACCURACY in row
-        )
+        before, *_, after = accuracies(metric, rows)
         steps = [row for row in rows if "timing_s/step" in row]
         ends = [f"{statistics.mean(row[key] for row in steps[-5:]):.3g}" for key in AT_THE_END]
         ends.append(f"{statistics.median(row['timing_s/step'] for row in steps):.0f}")  # the machine had other work
+        ends += [f"{how[key]:.0f}" for key in ("cpu_seconds",) if key in how]
         lines.append(f"| {name} | {how['seed']} | {before} | {after} | {' | '.join(ends)} |")
     return "\n".join(lines)
 
 
-def draw() -> None:
-    runs, colors = records(), {name: f"C{number}" for number, name in enumerate(RUNS)}
+def draw(task: TaskName) -> None:
+    """docs/pretrained_<task>.png, and the table."""
+    given, runs = TASKS[task], records(task)
     figure = Figure(figsize=(12, 3.6), dpi=120, layout="constrained")
-    figure.suptitle("SmolLM2-135M-Instruct on sums and differences of one or two digits, one CPU core")
-    panels = figure.subplots(1, len(PANELS))
-    for name, how, rows in runs:
-        label = name if how["seed"] == 1 else None
-        for axes, (key, text) in zip(panels, PANELS.items()):
+    figure.suptitle(f"SmolLM2-135M-Instruct, {given.title}, one CPU core")
+    panels = {given.metric: "greedy score on held-out rows"} | OF_SAMPLES
+    for axes, (key, text) in zip(figure.subplots(1, len(panels)), panels.items()):
+        for name, how, rows in runs:
             steps, values = zip(*[(row["step"], row[key]) for row in rows if key in row])
-            axes.plot(steps, values, color=colors[name], linewidth=1.5, label=label)
-            axes.set(xlabel="step", ylabel=text)
-    for axes in panels:
+            label = name if how["seed"] == 1 else None
+            axes.plot(steps, values, color=f"C{[*SCRIPTS].index(name)}", linewidth=1.5, label=label)
+        axes.set(xlabel="step", ylabel=text)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False)
-    figure.savefig(ROOT / "docs/pretrained_curve.png")
-    print(table(runs))
+        if key == given.metric:
+            axes.legend(frameon=False)
+    figure.savefig(ROOT / f"docs/pretrained_{task}.png")
+    print(table(runs, given.metric))
+
+
+def page(task: TaskName, output: Path = Path("page.html")) -> None:
+    """The run page of a task's runs, from their records."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = []
+        for name, how, rows in records(task):
+            folders.append(folder := Path(temporary, f"{name}_{how['seed']}"))
+            start = {"command": how["command"], "commit": how["commit"], "machine": how["machine"]}
+            start |= {"packages": how["versions"], "python": how["versions"]["python"]}
+            config = {"script": name, "seed": how["seed"], "setting": name}
+            files = {"metrics.jsonl": rows, "samples.jsonl": how["samples"], "config.json": [config]}
+            for file, lines in (files | {"starts/1/start.json": [start]}).items():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_page(PageArgs(tuple(folders), output))
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"run": run, "draw": draw})
+    tyro.extras.subcommand_cli_from_dict({"run": run, "baseline": baseline, "draw": draw, "page": page})

@@ -23,7 +23,6 @@ takes that away: both then train on the same samples, and their weights are comp
 import json
 import os
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -154,7 +153,7 @@ def make_pretrained(folder: Path) -> None:
     load.load_tokenizer(gguf).save_pretrained(folder / "model")
     written = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     assert all(map(torch.equal, written.parameters(), model.parameters())), "other weights than the .gguf file's"
-    pretrained.call([sys.executable, "data/reasoning_gym.py", *shlex.split(pretrained.DATA), "--out", str(folder)])
+    pretrained.make_rows("sums", folder)
     for source, file, most in (("train.parquet", "train.jsonl", None), ("test.parquet", "val.jsonl", QUESTIONS)):
         rows = islice(read_rows(folder / source), most)
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))

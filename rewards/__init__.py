@@ -27,6 +27,7 @@ SCORERS = {
     "math_dapo_reasoning": "math_dapo",
     "aime*": "math_dapo",
     "countdown": "countdown",
+    "reverse_text": "similarity",
     "hiyouga/geometry3k": "geometry3k",
     "cais/mmlu": "multiple_choice",
     "TIGER-Lab/MMLU-Pro": "multiple_choice",

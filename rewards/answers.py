@@ -121,7 +121,7 @@ def bad_truth(scorer: str, data_source: str, ground_truth, wanted: str) -> Input
     return InputError(f"rewards/{scorer}.py: {data_source} has {shown} as truth; give {wanted}")
 
 
-# ---- the last \boxed{...} and <answer>...</answer> ----
+# ---- the last \boxed{...}, <answer>...</answer> or line ----
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
@@ -148,3 +148,11 @@ def last_tagged(text: str) -> str | None:
     if start < 0:
         return None
     return text[start + len("<answer>") : text.find("</answer>", start)].strip()
+
+
+def last_answer(text: str) -> str:
+    """last_tagged(), or else the last line that is not empty, stripped."""
+    if (tagged := last_tagged(text)) is not None:
+        return tagged
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else ""

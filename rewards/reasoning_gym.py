@@ -25,7 +25,7 @@ import sympy
 from reasoning_gym.algebra.complex_arithmetic import ComplexArithmeticDataset
 
 from rewards.algebra import algebra
-from rewards.answers import answer_text, bad_truth, last_tagged, without_thoughts
+from rewards.answers import answer_text, bad_truth, last_answer, without_thoughts
 from rewards.countdown import evaluate
 
 LISTS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}  # a Python list gets partial credit
@@ -72,12 +72,7 @@ def _task(name: str, kwargs_json: str):
 
 
 def extract_answer(response: str) -> str:
-    text = without_thoughts(response)
-    tagged = last_tagged(text)
-    if tagged is not None:
-        return tagged
-    lines = text.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    return last_answer(without_thoughts(response))
 
 
 def _as_literal(answer: str, entry: dict) -> str:

@@ -96,7 +96,43 @@ def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(name
 def test_tables_of_the_documents_are_those_of_their_records():
     page = (ROOT / "docs/results.md").read_text()
     assert comparison.rate_table() in page
-    assert pretrained.table(pretrained.records()) in page
+    assert pretrained.table(pretrained.records(), pretrained.TASKS["sums"].metric) in page
+
+
+def test_reference_runs_go_on_where_they_were_stopped(tmp_path, monkeypatch):
+    """On the embedded task: a run that has a record is not made again, and its page is made of the record."""
+    made = []
+
+    def spawn(command, log, env):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(command)
+        ran(fork_module(command[1].removesuffix(".py"), *command[2:]))
+        return 7.0
+
+    metric = "val/toy/arithmetic/mean@1"
+    toy = pretrained.Task("sums", "data/toy.py", metric, "--config data/toy/preset.yaml --total-steps 1 --val-every 1")
+    for name, value in {
+        "RECORDS": tmp_path,
+        "TASKS": {"sums": toy},
+        "SCRIPTS": {"grpo": "grpo.py --prompts-per-step 2", "remax": "remax.py --prompts-per-step 4"},
+        "FLAGS": "--save-every 0 --no-export-model --max-val-samples 16",
+        "make_rows": lambda task, folder: [],
+        "spawn": spawn,
+    }.items():
+        monkeypatch.setattr(pretrained, name, value)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            pretrained.run("sums", ("grpo", "remax"), seeds=(1, 2))
+    assert sorted(path.name for path in (tmp_path / "sums").iterdir()) == ["grpo_1.jsonl", "remax_1.jsonl"]
+    for name, how, rows in pretrained.records("sums"):
+        assert how["command"].startswith(f"python {name}.py") and how["cpu_seconds"] == 7.0
+        assert [row["step"] for row in rows if metric in row] == [0, 1]
+        assert [sample["step"] for sample in how["samples"]] == [0] * 8 + [1] * 8
+        assert str(tmp_path) not in json.dumps(how)
+    assert "| remax | 1 | " in pretrained.table(pretrained.records("sums"), metric)
+    pretrained.page("sums", tmp_path / "page.html")
+    assert "remax_1" in (tmp_path / "page.html").read_text()
 
 
 def has_seeds(record) -> bool:
@@ -111,7 +147,7 @@ def test_the_page_of_records_has_all_of_them():
     page = (folder / "README.md").read_text()
     assert page == all_runs.page() + "\n", "python -m benchmarks.all_runs > benchmarks/results/README.md"
     of_runs = [file for file in folder.glob("*.json") if has_seeds(json.loads(file.read_text()))]
-    of_runs += [*folder.glob("pretrained/*.jsonl"), comparison.LONG_RECORD]
+    of_runs += [*folder.glob("pretrained/**/*.jsonl"), comparison.LONG_RECORD]
     assert len(of_runs) > 15
     for file in of_runs:
         assert f"]({file.relative_to(folder)})" in page, "a record is not on the page"

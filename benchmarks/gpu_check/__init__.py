@@ -14,9 +14,10 @@
     saves        a save, a load, an export
     vllm_scripts      grpo.py with vLLM: it learns; LoRA, a mixture of experts
     batch_invariance  vLLM's batch-invariant kernels: a row alone and among others
+    several      with --ranks N, in 20 minutes: kinds of parallelism against one rank, servers, resume, teardown, speed
 
 Each part is a process of its own and gives its rows one by one: what fails or hangs is reported, and the others go on.
 What it prints goes to a log. At the end, or when it is interrupted, the check prints a summary of ten lines, a table,
-and what the rows say of G1 to G17 and P1 to P10 (claims.py), and it writes them as JSON. Exit code 1 if a check fails,
+and what the rows say of the claims in claims.py, and it writes them as JSON. Exit code 1 if a check fails,
 130 if it is interrupted. --device cpu --tiny runs all of it small, which proves that the parts run.
 """

@@ -1,5 +1,5 @@
-"""What is expected of GPUs: G1 to G17 by reading, before one was at hand, P1 to P10 of runs by default. Rows of the
-check confirm or refute it.
+"""What is expected of GPUs: G1 to G17 by reading, before one was at hand, P1 to P10 of runs by default, M1 to M10
+of several GPUs (--ranks N). Rows of the check confirm or refute it.
 
 G1 to G17 are about what the software does or would have done; most have been fixed since. `elsewhere`: why the check
 does not see it, and what does.
@@ -13,6 +13,7 @@ class Claim(NamedTuple):
     elsewhere: str = ""
 
 
+OF_RANKS = "needs --ranks N"
 CLAIMS = {
     "G1": Claim(
         "a vLLM server completes requests from the model's generation config",
@@ -47,6 +48,16 @@ CLAIMS = {
     "P8": Claim("gpt-oss has the log-probs of vLLM before and after a sync"),
     "P9": Claim("a resume is equal bit for bit"),
     "P10": Claim("masters, gradients and Adam's moments leave the GPU while the engine samples"),
+    "M1": Claim("FSDP2 trains as one rank does", OF_RANKS),
+    "M2": Claim("ZeRO-1 trains as one rank does", OF_RANKS),
+    "M3": Claim("HSDP trains as one rank does", OF_RANKS),
+    "M4": Claim("sequence parallelism trains as one rank does", OF_RANKS),
+    "M5": Claim("tensor parallelism trains as one rank does", OF_RANKS),
+    "M6": Claim("vLLM servers of --rollout-gpus get the weights by NCCL", OF_RANKS),
+    "M7": Claim("and so do asynchronous rollouts", OF_RANKS),
+    "M8": Claim("a run resumes on half of its ranks", OF_RANKS),
+    "M9": Claim("a job whose rank is killed ends within a minute and leaves no process", OF_RANKS),
+    "M10": Claim("an update by ZeRO-1 is faster than by FSDP2", OF_RANKS),
 }
 
 

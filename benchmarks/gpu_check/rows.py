@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 Part = Literal[
     *("hardware", "numerics", "update", "fused", "memory", "scripts", "stages"),
-    *("vllm_engine", "attention", "log_probs", "ranks", "saves", "vllm_scripts", "batch_invariance"),
+    *("vllm_engine", "attention", "log_probs", "ranks", "saves", "vllm_scripts", "batch_invariance", "several"),
 ]
 
 
@@ -24,7 +24,9 @@ class Options:
     tiny: bool = False
     """the embedded model for all parts, two steps of the scripts"""
     parts: tuple[Part, ...] = ()
-    """which parts to run; empty: all"""
+    """which parts to run; empty: all, with --ranks hardware, ranks and several"""
+    ranks: int = 0
+    """how runs on several GPUs do: an even number of ranks of this node, in 20 minutes"""
     output: Path = ROOT / "benchmarks/results/gpu_check.json"
     """where the results go"""
 

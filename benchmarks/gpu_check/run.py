@@ -20,10 +20,12 @@ import torch
 from benchmarks.gpu_check.report import Report
 from benchmarks.gpu_check.rows import Options, Part, row, skipped
 
-PARTS: tuple[Part, ...] = get_args(Part)  # what is wanted most comes first: the time may not suffice for all
+*PARTS, _SEVERAL = get_args(Part)  # what is wanted most comes first: the time may not suffice for all
+OF_RANKS: tuple[Part, ...] = ("hardware", "ranks", "several")
 DEADLINE_S = 560
+DEADLINE_OF_RANKS_S = 1180
 LIMITS_S = dict.fromkeys(("fused", "vllm_engine", "batch_invariance", "scripts", "stages", "log_probs"), 150)
-LIMITS_S |= {"vllm_scripts": 200}
+LIMITS_S |= {"vllm_scripts": 200, "several": 1000}
 LIMIT_S = 90  # of the other parts
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_A_LAUNCHER = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT"
@@ -37,7 +39,11 @@ def main(options: Options) -> int:
     start = time.monotonic()
     for name in OF_A_LAUNCHER.split():  # within a job of several ranks a part would wait for the others
         os.environ.pop(name, None)
-    parts = options.parts or PARTS
+    if options.ranks % 2:
+        print(f"--ranks {options.ranks}: give an even number", file=sys.stderr)
+        return 1
+    parts = options.parts or (OF_RANKS if options.ranks else tuple(PARTS))
+    deadline = DEADLINE_OF_RANKS_S if options.ranks else DEADLINE_S
     method, why = start_method(options, parts)
     if not method:
         print(f"no GPU here that torch can use ({why}): --device cpu --tiny tries the script itself", file=sys.stderr)
@@ -55,10 +61,10 @@ def main(options: Options) -> int:
         for part in parts:
             began = time.monotonic()
             limit = LIMITS_S.get(part, LIMIT_S)
-            left = min(limit, DEADLINE_S - (began - start))
+            left = min(limit, deadline - (began - start))
             rows = report.begin(part)
             if left < 0.1 * limit:
-                rows.append(skipped(part, f"not run: the {DEADLINE_S} s of the whole check are over"))
+                rows.append(skipped(part, f"not run: the {deadline} s of the whole check are over"))
             else:
                 try:
                     for r in part_in_a_process(part, options, left, method, report.log, signals):

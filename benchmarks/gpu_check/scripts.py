@@ -22,14 +22,21 @@ TINY = (
 )
 
 
+def environment_of(options: Options) -> dict[str, str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"ACCELERATE_USE_CPU": "true"} if options.device == "cpu" else {})
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))}
+
+
+def command_of(script: str, folder: str, name: str, *flags: str, run: tuple[str, ...] = ()) -> list[str]:
+    return [sys.executable, *run, f"{script}.py", "--output-dir", folder, "--run-name", name, *flags]
+
+
 def run_script(
     options: Options, script: str, folder: str, name: str, *flags: str, run: tuple[str, ...] = ()
 ) -> list[dict]:
     """The rows of its metrics.jsonl. run: what Python is to run it with."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"ACCELERATE_USE_CPU": "true"} if options.device == "cpu" else {})
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-    command = [sys.executable, *run, f"{script}.py", "--output-dir", folder, "--run-name", name, *flags]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    command = command_of(script, folder, name, *flags, run=run)
+    done = subprocess.run(command, cwd=ROOT, env=environment_of(options), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
     return [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,7 @@
 """The scorers in rewards/, and the scripts in data/ run as a user runs them."""
 
 import ast
+import asyncio
 import importlib
 import inspect
 import io
@@ -34,6 +35,7 @@ from rewards import gsm8k, scorer_module
 from rewards import math as math_reward
 from rewards import reasoning_gym as gym_reward
 from rewards.algebra import algebra
+from rewards.similarity import similarity
 
 ROOT = Path(__file__).parents[2]
 
@@ -333,6 +335,43 @@ def test_no_answer_is_right_for_every_question(task):
         assert answer not in DEGENERATE or max(scores, default=0.0) < 0.5, (answer, scores)
 
 
+# ---- similarity ----
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "pred"),
+    [
+        ("nus", 1.0, "nus"),
+        ("The text backward is:\n\n**nus**", 1.0, "nus"),
+        ("<think>sun</think><answer> nus </answer> is my answer.", 1.0, "nus"),
+        ("<answer>sun</answer><answer>nus</answer>", 1.0, "nus"),
+        ("sun", 1 / 3, "sun"),  # one of three letters matches in order
+        ("nu", 0.8, "nu"),
+        ("xyz", 0.0, "xyz"),
+        ("", 0.0, None),
+        (" \n", 0.0, None),
+        ("<answer></answer>", 0.0, None),
+        ("nus" + "!" * 100_000, 6 / 100_006, "nus" + "!" * 100_000),
+        ("nus" * 100_000, 6 / 300_003, "nus" * 100_000),
+    ],
+)
+def test_similarity(response, score, pred):
+    result = rewards.compute_score("reverse_text", response, "nus")
+    assert result == {"score": pytest.approx(score), "exact": float(score == 1), "pred": pred}
+
+
+@given(st.text(), st.text(min_size=1))
+def test_similarity_is_1_for_the_truth_only(answer, truth):
+    assert similarity(truth, truth) == 1.0
+    assert 0 <= similarity(answer, truth) <= 1 and (similarity(answer, truth) == 1) == (answer == truth)
+
+
+@pytest.mark.parametrize("truth", [None, "", ["nus", "sun"], {"answer": "nus"}])
+def test_a_truth_that_is_not_one_text_is_an_error(truth):
+    with pytest.raises(InputError, match="give one text"):
+        rewards.compute_score("reverse_text", "nus", truth)
+
+
 # ---- the scripts in data/ ----
 
 
@@ -405,6 +444,78 @@ def test_reasoning_gym_script(tmp_path, monkeypatch):
             gym_reward.compute_score(row["data_source"], f"<answer>{entry['answer']}</answer>", truth)["score"] == 1.0
         )
         assert gym_reward.compute_score(row["data_source"], "<answer>x</answer>", truth)["score"] == 0.0
+
+
+def test_reverse_text_script(tmp_path):
+    run = importlib.import_module("data.reverse_text").main
+    run(out=tmp_path, length=(3, 5), size=20, test_size=10)
+    train, test = (read(tmp_path / f"{split}.parquet") for split in ("train", "test"))
+    check_rows(train, 20), check_rows(test, 10)
+    texts = [row["prompt"][0]["content"].rpartition("\n")[2] for row in train + test]
+    assert len({*texts}) == 30 and all(3 <= len(text) <= 5 for text in texts)
+    for text, row in zip(texts, train + test):
+        assert row["reward_model"]["ground_truth"] == row["extra_info"]["answer"] == text[::-1]
+        assert score(row, f"Backward it is:\n{text[::-1]}") == 1.0
+    run(out=tmp_path, length=(2, 4), spelled=True, size=20, test_size=10)
+    for row in read(tmp_path / "train.parquet"):
+        spelled = row["prompt"][0]["content"].rpartition("\n")[2]
+        assert re.fullmatch("[a-z]( [a-z]){1,3}", spelled) and row["reward_model"]["ground_truth"] == spelled[::-1]
+    with pytest.raises(InputError, match="none left for train"):
+        run(out=tmp_path, length=(3, 3))
+
+
+def sorted_by(key, names):
+    return sorted(names, key=lambda name: name.split()[key == "last"])
+
+
+def test_alphabet_sort_script(tmp_path):
+    run = importlib.import_module("data.alphabet_sort").main
+    run(out=tmp_path, turns=2, names=(1, 3), size=20, test_size=10)
+    train, test = (read(tmp_path / f"{split}.parquet") for split in ("train", "test"))
+    assert len({row["prompt"][0]["content"] for row in train + test}) == 30
+    for row in train + test:
+        kwargs, prompt = row["extra_info"]["interaction_kwargs"], row["prompt"][0]["content"]
+        (first, second), [more] = json.loads(kwargs["lists"]), json.loads(kwargs["more"])
+        key, names = re.match("Sort these names alphabetically by (first|last) name: (.+)\n", prompt).groups()
+        assert first == sorted_by(key, names.split(", "))
+        new = re.match("Add these names: (.+)\n", more)[1].split(", ")
+        assert [name for name in second if name.endswith(" // new name!")] == [
+            f"{name} // new name!" for name in sorted_by(key, new)
+        ]
+        assert [name.removesuffix(" // new name!") for name in second] == sorted_by(key, first + new)
+    with pytest.raises(InputError, match="at most 26 names"):
+        run(out=tmp_path, turns=7)
+
+
+LISTS = [["Ada Xu", "Bo Ito"], ["Ada Xu", "Al Kim // new name!", "Bo Ito"]]
+
+
+@pytest.mark.parametrize(
+    ("written", "rewards_of_turns"),
+    [
+        (
+            ["<answer>\nAda Xu\n Bo Ito \n</answer>", "So: <answer>Ada Xu\nAl Kim // new name!\nBo Ito</answer>"],
+            [0.5, 0.5],
+        ),
+        (["<answer>Bo Ito\nAda Xu</answer>", ""], [0.5 * (12 / 26) ** 4, 0.0]),
+        ([None, "Ada Xu\nAl Kim // new name!\nBo Ito"], [0.0, 0.0]),  # not within <answer>
+        (["<answer>" * 10_000, "<answer></answer>" * 10_000], [0.0, 0.0]),
+        (["<answer>" + "Ada Xu\nBo Ito\n" * 10_000 + "</answer>"], [0.0]),
+    ],
+)
+def test_alphabet_sort_rewards_each_turn(written, rewards_of_turns):
+    interaction = importlib.import_module("data.alphabet_sort").AlphabetSort()
+    found = []
+
+    async def play():
+        await interaction.start("1", lists=json.dumps(LISTS), more=json.dumps(["Add Al Kim"]))
+        for text in written:
+            found.append(await interaction.respond([{"role": "assistant", "content": text}]))
+
+    asyncio.run(play())
+    ends = [(False, "Add Al Kim"), (True, "")][: len(written)]
+    assert [(over, text) for over, text, *_ in found] == ends
+    assert [reward for _, _, reward, _ in found] == pytest.approx(rewards_of_turns)
 
 
 def make(script, tmp_path, **flags):

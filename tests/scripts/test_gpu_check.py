@@ -14,7 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu_check import claims, hardware, report, rows, run, stages, wheels
+import grpo
+from benchmarks.gpu_check import claims, hardware, report, rows, run, several, stages, wheels
+from benchmarks.gpu_check.common import TOY_MODEL
+from lib.cli.flags import parse_flags
 from planner.memory import GIB, memory_table
 from tests.common import ROOT, environment, fork_module, is_alive, ran
 
@@ -197,7 +200,7 @@ def test_every_line_of_the_summary_is_filled_and_short(tmp_path):
     lines = of_all.summary()
     assert len(lines) == 10 and all(len(line) <= 420 for line in lines)
     assert "1 confirmed (G8)" in lines[-1] and f"{len(claims.CLAIMS) - 1} not seen here (G1 G2" in lines[-1]
-    assert set(re.findall(r"[GP]\d+", lines[-1])) == claims.CLAIMS.keys()
+    assert set(re.findall(r"[GMP]\d+", lines[-1])) == claims.CLAIMS.keys()
 
 
 @pytest.mark.parametrize("count", [0, 1, 8])
@@ -213,6 +216,59 @@ def test_the_gpus_are_named(monkeypatch, count):
 def test_the_peak_of_a_dry_run_is_read_from_its_table():
     moments = {"loss": {"weights": 3 * GIB, "work": 2 * GIB}, "optimizer": {"weights": 3 * GIB}}
     assert stages.sums(memory_table(moments, 80 * GIB)) == [5.0, 3.0]
+
+
+# ---- several GPUs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_what_several_gpus_run_are_flags_of_grpo(ranks, monkeypatch):
+    """With one run's metrics in the place of all, and a job that is not started."""
+    started = []
+
+    def run_script(options, script, folder, name, *flags, run):
+        size = run[-1] if run else "1"
+        for variable, value in {"RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}.items():
+            monkeypatch.setenv(variable, value)
+        parse_flags(grpo.Args, [*flags])
+        started.append((name, " ".join(flags), int(size)))
+        metrics = dict.fromkeys([*several.COMPARED, "rollout/k3", "perf/tokens_per_s"], 0.0)
+        return [metrics | {f"timing_s/{stage}": 1.0 for stage in ("update", "step", "weight_sync")}]
+
+    monkeypatch.setattr(several, "find_spec", lambda name: True)
+    monkeypatch.setattr(several, "run_script", run_script)
+    monkeypatch.setattr(several, "save_model", lambda config, device, folder: shutil.copytree(TOY_MODEL, folder))
+    monkeypatch.setattr(several, "killed", lambda *_: ())
+    found = [*several.check(rows.Options(ranks=ranks), torch.device("cuda"))]
+    assert not [row["error"] for row in found if row["ok"] is False]
+    assert {text.split()[0] for row in found for text in row["claims"]} == {f"M{n}" for n in range(1, 11)} - {"M9"}
+    by_name = {name: (flags, size) for name, flags, size in started}
+    assert by_name["ZeRO-1"][1] == ranks and "--sharding zero1" in by_name["ZeRO-1"][0]
+    assert f"--rollout-gpus {ranks // 2}" in by_name["servers_M7"][0] and by_name["resumed"][1] == ranks // 2
+    assert ("7b" if ranks == 8 else "1.5b") in by_name["speed_fsdp2"][0]
+
+
+def test_an_odd_number_of_ranks_is_one_line(capsys):
+    assert run.main(rows.Options("cpu", ranks=3)) == 1
+    assert capsys.readouterr().err == "--ranks 3: give an even number\n"
+
+
+@pytest.mark.slow
+def test_several_ranks_run_on_a_cpu(tmp_path):
+    flags = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--ranks",
+        "2",
+        "--parts",
+        "several",
+        "--output",
+        str(tmp_path / "check.json"),
+    ]
+    ran(fork_module("benchmarks.gpu_check", *flags))
+    found = json.loads((tmp_path / "check.json").read_text())["results"]["several"]
+    assert len(found) >= 9 and all(row["ok"] is not False for row in found)
 
 
 # ---- a GPU machine that has torch and transformers -----------------------------------------------
