@@ -183,7 +183,7 @@ def _resumed_run(world: World, folder: Path, step: int) -> None:
 
 @pytest.mark.parametrize("size", with_slow([1, 2], 1))
 def test_resume_is_bit_for_bit(size, tmp_path):
-    """Also from before the first step, where Adam's counters must not be 1 ahead. Random states differ by rank."""
+    """Also from before the first step, where Adam's counters must not be 1 ahead. Ranks draw other numbers."""
     run_ranks(size, _straight_run, tmp_path)
     run_ranks(size, lambda world: [_resumed_run(world, tmp_path, step) for step in (3, 0)])  # in fresh processes
     states = [torch.load(file, weights_only=True) for file in (tmp_path / "step_000003").glob("rng_*.pt")]

@@ -640,9 +640,10 @@ def test_a_start_that_fails_leaves_the_name_free(source, tmp_path):
 
     shutil.copytree(TOY_MODEL, tmp_path / "model")
     (tmp_path / "model/model.safetensors").write_bytes(b"no weights")
-    env = environment() | {"WANDB_MODE": "online", "WANDB_SILENT": "true", "HOME": str(tmp_path), "NETRC": "/dev/null"}
-    arguments = command("grpo", tmp_path, *args, "--track", "wandb", "--model", str(tmp_path / "model"))
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True)
+    env = {"WANDB_MODE": "online", "WANDB_SILENT": "true", "HOME": str(tmp_path), "NETRC": "/dev/null"}
+    run_grpo = f"runpy.run_path({str(ROOT / 'grpo.py')!r}, run_name='__main__')"
+    (tmp_path / "online.py").write_text(f"import os, runpy\nos.environ |= {env}\n{run_grpo}\n")
+    done = fork(str(tmp_path / "online"), tmp_path, *args, "--track", "wandb", "--model", str(tmp_path / "model"))
     assert "--track wandb: No API key configured" in error_of(done)
 
     done = ran(fork("grpo", tmp_path, *args))

@@ -114,10 +114,9 @@ ENDS = {"exit()": True, "quit(0)": True, "raise SystemExit": True, "import os; o
     ],
 )  # fmt: skip
 def test_forms(program, truth, passed, total):
-    for ground_truth in (truth, json.dumps(truth)):
-        result = score(program, ground_truth, partial=True)
-        assert (result["passed"], result["total"]) == (passed, total), result
-        assert result["score"] == passed / total
+    result = score(program, json.dumps(truth), partial=True)
+    assert (result["passed"], result["total"]) == (passed, total), result
+    assert result["score"] == passed / total
     assert score(program, truth)["score"] == float(passed == total)
 
 
