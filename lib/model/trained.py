@@ -249,8 +249,6 @@ class Reference(LanguageModel):
 
     module: PreTrainedModel
     forward: ForwardConfig
-    frozen: bool = True
-    """whether its weights must stay; False: a teacher that moves on purpose"""
     _sums: torch.Tensor | None = None
 
     def batched_log_probs(self, batch: DataProto) -> torch.Tensor:
@@ -259,8 +257,7 @@ class Reference(LanguageModel):
 
     @timed("log_probs")
     def batched_signal(self, batch: DataProto, signal: Signal | None, *columns: str) -> list[torch.Tensor]:
-        if self.frozen:
-            self._check_weights()
+        self._check_weights()
         with without_adapters(self.module):
             return super().batched_signal(without_routes(batch), signal, *columns)
 
