@@ -117,7 +117,7 @@ def test_reference_runs_go_on_where_they_were_stopped(tmp_path, monkeypatch):
         "TASKS": {"sums": toy},
         "SCRIPTS": {"grpo": "grpo.py --prompts-per-step 2", "remax": "remax.py --prompts-per-step 4"},
         "FLAGS": "--save-every 0 --no-export-model --max-val-samples 16",
-        "make_rows": lambda task, folder: [],
+        "make_inputs": lambda task, folder: [],
         "spawn": spawn,
     }.items():
         monkeypatch.setattr(pretrained, name, value)

@@ -47,8 +47,9 @@ def set_up(patch, folder):
         "QUESTIONS": 256,
         "FLAGS": f"--config data/toy/preset.yaml {small} --total-steps 2",
         "OF_DEVICE": {"cpu": ""},
+        "BUDGETS": {"cpu_120": speedrun.Budget("cpu", 1e6)},  # seconds that no test takes
         "SEEDS": (1,),
-        "make_rows": lambda task, folder: [],
+        "make_inputs": lambda task, folder: [],
         "spawn": fork_it,
     }
     for name, value in values.items():
@@ -94,8 +95,8 @@ def runs(record):
         (lambda record: runs(record).clear(), "needs seeds"),
         (lambda record: runs(record)[0].__setitem__("accuracy", 0.3), "256 questions"),
         (lambda record: runs(record)[0].__setitem__("accuracy", 1.5), "256 questions"),
-        (lambda record: runs(record)[0].__setitem__("cpu_seconds", 127), "more than the budget of 120 s"),
-        (lambda record: runs(record)[0].__setitem__("seconds", 127), "more than the budget of 120 s"),
+        (lambda record: runs(record)[0].__setitem__("cpu_seconds", 1.1e6), "more than the budget"),
+        (lambda record: runs(record)[0].__setitem__("seconds", 1.1e6), "more than the budget"),
         (lambda record: record.__setitem__("diff", "0"), "is not the diff that was measured"),
     ],
 )

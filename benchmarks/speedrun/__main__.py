@@ -29,7 +29,7 @@ import tyro
 from tyro.conf import Positional
 
 from benchmarks.curves import ROOT, job_env, provenance, spawn
-from benchmarks.pretrained import TASKS, make_rows, read_lines
+from benchmarks.pretrained import TASKS, make_inputs, read_lines
 from lib import InputError
 from lib.cli.process import command_line
 
@@ -108,21 +108,20 @@ def patched(name: str, folder: Path) -> Path:
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-def measure(script: Path, budget: Budget, seed: int, folder: Path) -> dict[str, Any]:
+def measure(script: Path, inputs: list[str], budget: Budget, seed: int, temporary: Path) -> dict[str, Any]:
     """A run within the budget, and the accuracy of the model that it leaves."""
-    inputs = make_rows("sums", folder)
     flags = shlex.split(f"{FLAGS} {OF_DEVICE[budget.device]} --seed {seed} --max-seconds {budget.seconds:g}")
-    python = [sys.executable, str(script), *inputs, *flags, "--output-dir", str(folder)]
     env = job_env(1) | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
-    start = time.perf_counter()
-    cpu_seconds = spawn([*python, "--run-name", "run"], folder / "log", env)
-    seconds = round(time.perf_counter() - start, 1)
-    python[1] = str(ROOT / "grpo.py")
-    evaluation = ["--run-name", "evaluation", "--val-only", "--model", str(folder / "run/model")]
-    spawn([*python, *evaluation], folder / "log", env)
-    *_, after = read_lines(folder / "evaluation/val_only/1/metrics.jsonl")
+    with tempfile.TemporaryDirectory(dir=temporary) as folder:
+        log, given = Path(folder, "log"), [*inputs, *flags, "--output-dir", folder]
+        start = time.perf_counter()
+        cpu_seconds = spawn([sys.executable, str(script), *given, "--run-name", "run"], log, env)
+        seconds = round(time.perf_counter() - start, 1)
+        steps = read_lines(Path(folder, "run/metrics.jsonl"))[-1]["step"]
+        evaluation = ["--run-name", "evaluation", "--val-only", "--model", f"{folder}/run/model"]
+        spawn([sys.executable, str(ROOT / "grpo.py"), *given, *evaluation], log, env)
+        *_, after = read_lines(Path(folder, "evaluation/val_only/1/metrics.jsonl"))
     found = {"accuracy": after[TASK.metric]} | {end: after[f"{TASK.metric}/{end}"] for end in ("ci_low", "ci_high")}
-    steps = read_lines(folder / "run/metrics.jsonl")[-1]["step"]
     return {"seed": seed, **found, "steps": steps, "seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
@@ -143,8 +142,9 @@ def attempt(
         log: file to which the result is appended.
     """
     budget = Budget("gpu" if torch.cuda.is_available() else "cpu", seconds)
-    with tempfile.TemporaryDirectory() as folder:
-        result = measure(script.absolute(), budget, seed, Path(folder))
+    with tempfile.TemporaryDirectory() as temporary:
+        inputs = make_inputs("sums", Path(temporary))
+        result = measure(script.absolute(), inputs, budget, seed, Path(temporary))
     how = {"note": note, "script": str(script), "sha256": sha256(script.read_text()), **budget._asdict()}
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
@@ -166,17 +166,18 @@ def run(
     record = json.loads(file.read_text()) if file.exists() else {}
     if record.get("diff") != diff:
         record = {"diff": diff, "budgets": {}}
-    for budget in budgets:
-        for seed in seeds or SEEDS:
-            with tempfile.TemporaryDirectory() as folder:
-                result = measure(patched(name, Path(folder)), BUDGETS[budget], seed, Path(folder))
-            kept = record["budgets"].get(budget, {"runs": []})["runs"]
-            runs = sorted([*(run for run in kept if run["seed"] != seed), result], key=lambda run: run["seed"])
-            record["budgets"][budget] = {"runs": runs, "grpo.py": sha256((ROOT / "grpo.py").read_text())}
-            record["budgets"][budget] |= provenance(jobs=1)
-            record["digest"] = digest(record)
-            file.write_text(json.dumps(record) + "\n")
-            print(f"{name}, {budget}, seed {seed}: {shown(result)}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        inputs, script = make_inputs("sums", Path(temporary)), patched(name, Path(temporary))
+        for budget in budgets:
+            for seed in seeds or SEEDS:
+                result = measure(script, inputs, BUDGETS[budget], seed, Path(temporary))
+                kept = record["budgets"].get(budget, {"runs": []})["runs"]
+                runs = sorted([*(run for run in kept if run["seed"] != seed), result], key=lambda run: run["seed"])
+                record["budgets"][budget] = {"runs": runs, "grpo.py": sha256((ROOT / "grpo.py").read_text())}
+                record["budgets"][budget] |= provenance(jobs=1)
+                record["digest"] = digest(record)
+                file.write_text(json.dumps(record) + "\n")
+                print(f"{name}, {budget}, seed {seed}: {shown(result)}", flush=True)
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -216,7 +217,8 @@ def verify(name: Positional[str], budget: Literal[tuple(BUDGETS)] = "cpu_120", s
     check_entry(name)
     [recorded] = [run for run in record_of(name)["budgets"][budget]["runs"] if run["seed"] == seed]
     with tempfile.TemporaryDirectory() as temporary:
-        again = measure(patched(name, Path(temporary)), BUDGETS[budget], seed, Path(temporary))
+        inputs, script = make_inputs("sums", Path(temporary)), patched(name, Path(temporary))
+        again = measure(script, inputs, BUDGETS[budget], seed, Path(temporary))
     compare(f"{name}, {budget}, seed {seed}", BUDGETS[budget], recorded, again)
 
 
