@@ -304,7 +304,7 @@ def record(name: Positional[str], seeds: int = 3, metric: str = METRIC) -> None:
         spawn(["bash", "-ec", commands.prepare], Path(folder))
         run = partial(measure, Path(folder), metric)
         ours = [run(name, commands.method, seed) for seed in range(1, seeds + 1)]
-        one, many = run(base, [*commands.base, "--total-steps", "1"], 1), run(base, commands.base, 1)
+        one, many = (run(base, [*commands.base, "--total-steps", n], 1) for n in ("1", "21"))
         rate = (many["cpu_seconds"] - one["cpu_seconds"]) / (many["steps"] - 1)  # CPU seconds a step
         steps = round(1 + (mean(ours, "cpu_seconds") - one["cpu_seconds"]) / rate)
         flags = [*commands.base, "--total-steps", str(max(1, steps))]
@@ -312,6 +312,7 @@ def record(name: Positional[str], seeds: int = 3, metric: str = METRIC) -> None:
     result = {"command": f"python -m tools.paper record {name}", **provenance(jobs=1), "metric": metric}
     result |= {"flags": {name: shlex.join(commands.method), base: shlex.join(commands.base)}}
     result |= {"runs": {name: ours, base: theirs}}
+    (FOLDER / "records").mkdir(exist_ok=True)
     (FOLDER / f"records/{name}.json").write_text(json.dumps(result) + "\n")
     table()
 

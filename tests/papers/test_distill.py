@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,15 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(module_of):
     ours = torch.autograd.grad((log_probs.detach().exp() * losses).sum(), logits, retain_graph=True)[0]
     exact = torch.autograd.grad((log_probs.exp() * (log_probs - teacher)).sum(), logits)[0]
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-14)
+
+
+def test_a_teacher_follows_the_policy(module_of):
+    teacher, actor = (SimpleNamespace(module=torch.nn.Linear(2, 2)) for _ in range(2))
+    for model in (teacher, actor):
+        model.parameters = [*model.module.parameters()]
+    wanted = [0.9 * a + 0.1 * b for a, b in zip(teacher.parameters, actor.parameters)]
+    module_of("distill").follow(teacher, actor, 0.9)
+    torch.testing.assert_close(teacher.parameters, wanted)
 
 
 def test_a_teacher_of_other_tokens_is_refused(script_of, tmp_path):
