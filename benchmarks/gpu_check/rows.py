@@ -25,10 +25,10 @@ class Options:
     """the embedded model for all parts, two steps of the scripts"""
     parts: tuple[Part, ...] = ()
     """which parts to run; empty: all, with --ranks hardware, ranks and several"""
-    ranks: int = 0
-    """how runs on several GPUs do: an even number of ranks of this node, in 20 minutes"""
     output: Path = ROOT / "benchmarks/results/gpu_check.json"
     """where the results go"""
+    ranks: int = 0
+    """how runs on several GPUs do: an even number of ranks of this node, in 20 minutes"""
 
 
 # ---- rows of the table ---------------------------------------------------------------------------
