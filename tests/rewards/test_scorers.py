@@ -73,6 +73,7 @@ RIGHT_AND_WRONG = {  # of each scorer: the truth, a right response, a wrong one
     "geometry3k": ("7", r"<think>3+4</think>\boxed{7}", r"<think>3+4</think>\boxed{8}"),
     "multiple_choice": ("B", "Answer: B", "Answer: C"),
     "search_qa": (["Paris"], "<answer>Paris</answer>", "<answer>Rome</answer>"),
+    "similarity": ("olleh", "olleh", "x"),
     "code": (["assert f(1) == 2"], "```python\nf = lambda x: x + 1\n```", "```python\nf = lambda x: x\n```"),
 }
 

@@ -162,7 +162,7 @@ def test_the_command_pairs_seeds_and_prompts(runs, tmp_path, capsys):
     assert row[:3] == ["made/up", "40", "3"] and row[-1] == expected.verdict == "more"
     assert row[3:6] == [f"{high.mean():.3f}", f"{low.mean():.3f}", f"{expected.mean:+.3f}"]
     assert row[6] == f"{expected.low:+.3f} to {expected.high:+.3f}"
-    assert "| --lr 0.0003 | --lr 0.0001 |" in table.splitlines()[0]
+    assert "| --lr 3e-4 | --lr 1e-4 |" in table.splitlines()[0]
     found = json.loads((tmp_path / "found/compare.json").read_text())
     assert found["rows"][0]["by_seed"]["2"] == pytest.approx((high - low)[1].mean())
     assert (tmp_path / "found/compare.png").read_bytes().startswith(b"\x89PNG")
@@ -221,7 +221,7 @@ def change(what: str, runs: list[Path]) -> list[Path]:
         ("no run", "has neither config.json nor metrics.jsonl"),
         ("one setting", "these have 1"),
         ("one seed twice", "the same flags and the same seed"),
-        ("a seed alone", "only one of --lr 0.0003 and --lr 0.0001 has seed 1"),
+        ("a seed alone", "only one of --lr 3e-4 and --lr 1e-4 has seed 1"),
         ("no samples", "a1 has no scored validation samples"),
         ("no row hash", "samples without row_hash"),
         ("other prompts", "only 0 of 80 are in all"),

@@ -4,7 +4,6 @@ Planted log-probs come from loops over single rows with transformers alone."""
 
 import copy
 import json
-import shutil
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,8 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lib import InputError
-from lib.data_proto import DataProto
-from lib.manifest import entry, write_manifest
 from lib.model import add_lora, load_model, log_probs_of
 from lib.model.log_probs import _of_tokens
 from lib.model.vision import cache_keyword
@@ -341,18 +338,6 @@ def test_a_recording_of_another_model_is_one_line(recorded, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"was recorded with model '.*toy/model', the config has 'other/model'"):
         mismatch.main(Args(str(tmp_path / "config.json"), str(recorded / "kept")))
-
-
-def test_log_probs_that_are_no_numbers_are_one_line(recorded, tmp_path):
-    shutil.copytree(recorded / "kept", tmp_path / "kept")
-    rank = tmp_path / "kept/step_000001/rank_0_of_1"
-    rollout = DataProto.load_from_disk(rank / "rollout_0.safetensors")
-    rollout.batch["rollout_log_probs"][0, 0] = torch.nan
-    rollout.save_to_disk(rank / "rollout_0.safetensors")
-    entries = {file.name: entry(file) for file in rank.glob("*.safetensors")}
-    write_manifest(rank, entries, of="step_000001/rank_0_of_1")
-    with pytest.raises(InputError, match=r"rollout_0\.safetensors has nan among its rollout_log_probs"):
-        mismatch.main(Args(str(recorded / "run/config.json"), str(tmp_path / "kept"), step=1))
 
 
 def test_the_cause_dtype_leaves_a_quantized_engine_as_it_is():

@@ -13,10 +13,7 @@ from tools import scaffold
 
 WRITTEN = ("lib", "rewards", "tests", "docs")
 FORMULAS = {  # file: what stands there first, the formula
-    "tests/core_algos/test_policy_losses.py": (
-        'raise NotImplementedError("the loss of a token, and its derivative with respect to new")',
-        "return -advantage * ratio_of(old, new), -advantage * slope_of(old, new)",
-    ),
+    "tests/reference_formulas.py": ('raise NotImplementedError("the loss of a token")', "loss = -a * ratio"),
     "rewards/mine.py": ("text[:0]", 'text.rpartition("=")[2].strip()'),
 }
 
