@@ -46,7 +46,7 @@ def prepare_dynamic_batch(
     those of most rows, down to micro-batches without a row. Each rank runs its longest ones first, so that ranks wait
     little for each other. Without `padding_free` a row counts as many tokens as the longest row of its micro-batch.
     With `share_prompts` rows of equal prompts stay together as far as `max_tokens` allows, and count the tokens of
-    their `prefix_tree` in the batch: beside a begun response rows of its prompt share more than without it.
+    their `prefix_tree` in the batch: beside a begun response rows of its prompt share more.
 
     A `row_group` of n ranks makes its micro-batches together. Each rank gets its own rows of every micro-batch, perhaps
     none. If the group splits tokens, a micro-batch holds n x max_tokens tokens."""
