@@ -455,7 +455,8 @@ def test_a_data_set_that_cuts_its_text_does_not_cut_that_of_episodes():
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
-def test_a_failed_episode_is_masked_counted_and_shown_once(capsys):
+def test_a_failed_episode_is_masked_counted_and_shown_once(capsys, monkeypatch):
+    monkeypatch.setattr("agent.tools.base.SHOWN", set())  # another file's tests may fail in this interaction too
     how = settings(interaction=User)
     kwargs = [{}, {"fail_at": 1}, {"fail_at": 2}, {}]
     out, _ = play(how, *[["a" + END, "b" + END]] * 4, interaction_kwargs=kwargs)
