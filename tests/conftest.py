@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import os
+import random
 import sys
 from functools import cache
 
@@ -37,6 +38,7 @@ FIRST = (
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also the tests that are marked as slow")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="the tests of a file, and the files, in another order")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,7 +51,10 @@ def pytest_collection_modifyitems(config, items):
         folder = item.path.parent.name
         return FIRST.index(folder) if folder in FIRST else len(FIRST)
 
-    items.sort(key=rank)
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(items)
+    files = list(dict.fromkeys(item.path for item in items))
+    items.sort(key=lambda item: (rank(item), files.index(item.path)))
 
 
 MANY = 500  # modules
