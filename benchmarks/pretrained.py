@@ -11,6 +11,7 @@ what has one. Those of sums in benchmarks/results/pretrained itself have 40 step
 """
 
 import importlib.util
+import itertools
 import json
 import shlex
 import statistics
@@ -179,17 +180,17 @@ def accuracies(metric: str, rows: list[dict]) -> list[str]:
 
 
 def table(runs: list[Run], metric: str) -> str:
-    """One line a run. Records of before November 28 have no CPU seconds: theirs are the wall seconds of steps."""
-    heads = ["run", "seed", "before", "after", *AT_THE_END.values(), "seconds of a step (median)"]
-    heads += ["CPU seconds"] * ("cpu_seconds" in runs[0][1])
+    """One line a script, with a value for each seed. Its first validation is of the start model."""
+    heads = ["script", "seeds", "before", "after", *AT_THE_END.values(), "CPU seconds"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, how, rows in runs:
-        before, *_, after = accuracies(metric, rows)
-        steps = [row for row in rows if "timing_s/step" in row]
-        ends = [f"{statistics.mean(row[key] for row in steps[-5:]):.3g}" for key in AT_THE_END]
-        ends.append(f"{statistics.median(row['timing_s/step'] for row in steps):.0f}")  # the machine had other work
-        ends += [f"{how[key]:.0f}" for key in ("cpu_seconds",) if key in how]
-        lines.append(f"| {name} | {how['seed']} | {before} | {after} | {' | '.join(ends)} |")
+    for name, of_script in itertools.groupby(runs, key=lambda run: run[0]):
+        _, hows, logs = zip(*of_script)
+        scores = [accuracies(metric, rows) for rows in logs]
+        steps = [[row for row in rows if "timing_s/step" in row] for rows in logs]
+        ends = [[f"{statistics.mean(row[key] for row in of_run[-5:]):.2g}" for of_run in steps] for key in AT_THE_END]
+        cells = [[str(how["seed"]) for how in hows], [scores[0][0]], [of_run[-1] for of_run in scores], *ends]
+        cells.append([f"{how['cpu_seconds']:.0f}" for how in hows])
+        lines.append(f"| {name} | {' | '.join(map(', '.join, cells))} |")
     return "\n".join(lines)
 
 
