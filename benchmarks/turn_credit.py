@@ -11,9 +11,7 @@ temperature 1, because the greedy answer jumps from 0 to 1 where a call becomes 
 """
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -54,22 +52,17 @@ def calculator(expression: str) -> tuple[str, float]:
 
 def run_seed(flags: str, seed: int) -> dict:
     """One run in a process of its own: its curves, and its CPU seconds, start-up and validation included."""
-    from benchmarks.curves import ROOT, job_env
+    from benchmarks.curves import job_env, spawn
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "grpo.py", *flags.split(), "--seed", str(seed)]
         command += ["--output-dir", folder, "--run-name", "run"]
-        with Path(folder, "log").open("w") as log:
-            start = time.perf_counter()
-            process = subprocess.Popen(command, cwd=ROOT, env=job_env(1), stdout=log, stderr=subprocess.STDOUT)
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{Path(folder, 'log').read_text()[-3000:]}")
+        start = time.perf_counter()
+        cpu_seconds = spawn(command, Path(folder, "log"), job_env(1))
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
     return {
         "seed": seed,
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "cpu_seconds": cpu_seconds,
         "wall_seconds": round(time.perf_counter() - start, 1),
         "curves": {name: [(row["step"], row[key]) for row in rows if key in row] for name, key in CURVES.items()},
     }

@@ -96,7 +96,9 @@ def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(name
 def test_tables_of_the_documents_are_those_of_their_records():
     page = (ROOT / "docs/results.md").read_text()
     assert comparison.rate_table() in page
-    assert all(pretrained.table(pretrained.records(name), task.metric) in page for name, task in pretrained.TASKS.items())
+    assert all(
+        pretrained.table(pretrained.records(name), task.metric) in page for name, task in pretrained.TASKS.items()
+    )
 
 
 def test_reference_runs_go_on_where_they_were_stopped(tmp_path, monkeypatch):
