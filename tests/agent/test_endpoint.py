@@ -150,23 +150,6 @@ def test_an_answer_to_raw_prompts_in_openais_form():
     assert usage == {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
 
-def test_the_openai_sdk_with_completions():
-    import openai
-
-    async def agent(url, key, row):
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-            said = await client.completions.create(model="x", prompt="1", max_tokens=9, logprobs=0)
-            text, log_probs = said.choices[0].text, said.choices[0].logprobs
-            assert text == "yes" and "".join(log_probs.tokens) == "yes" + END and said.usage.total_tokens > 2
-            stream = await client.completions.create(model="x", prompt=f"1{text}{END}2", stream=True)
-            assert "".join([event.choices[0].text async for event in stream]) == "yes"
-            with pytest.raises(openai.BadRequestError, match="suffix: only"):
-                await client.completions.create(model="x", prompt="1", suffix="2")
-
-    out, engine = play(agent, engine=Fake(["yes"]))
-    assert len(segments_of(out)) == 1 and trained_of(out) == engine.sampled and len(engine.sampled) == 2
-
-
 def test_a_prompt_without_tokens_is_refused():
     own = copy.deepcopy(tokenizer())
     own.backend_tokenizer.normalizer = Replace("\u200b", "")

@@ -207,6 +207,10 @@ def groups(rows: list[dict]) -> list[str]:
     return sorted({row["group"] for row in rows})
 
 
+def groups_of_steps(steps: dict[int, list[dict]]) -> list[str]:
+    return sorted(group for rows in steps.values() for group in groups(rows))
+
+
 def test_grpo_with_async_rollouts_and_a_resume(asynchronous, tmp_path):
     """Before this process joins the server. What was on its way at a checkpoint goes on with its tokens."""
     args = asynchronous(2, "--save-every", "2", "--keep-checkpoints", "0")
@@ -256,17 +260,15 @@ def test_dapo_runs_asynchronously_and_resumes(asynchronous, tmp_path):
     again = metrics(tmp_path / "again/run")
     assert again[0]["training/epoch"] * 32 == sum(batches[:2]) + again[0]["training/gen_batches"]
     runs = [trained(tmp_path / "run"), trained(tmp_path / "again/run")]
-    for rows in (runs[0], {step: runs[0][step] for step in (1, 2)} | runs[1]):
-        all_groups = [group for step in rows for group in groups(rows[step])]
-        assert len(all_groups) == 4 * 8 == len(set(all_groups))
+    for steps in (runs[0], {step: runs[0][step] for step in (1, 2)} | runs[1]):
+        assert len(groups_of_steps(steps)) == 4 * 8 == len(set(groups_of_steps(steps)))
 
 
 def test_what_finishes_first_is_trained_first(asynchronous, tmp_path):
     ran(fork("grpo", tmp_path, *asynchronous(2, "--async-order", "finished", "--total-steps", "4")))
-    steps, found = trained(tmp_path / "run"), metrics(tmp_path / "run")
-    all_groups = [group for step in steps for group in groups(steps[step])]
-    assert sorted(all_groups) == sorted(f"{step}-{n}" for step in range(1, 5) for n in range(8))
-    assert all(row["async/staleness_max"] <= 2 for row in found)
+    each_once = sorted(f"{step}-{n}" for step in range(1, 5) for n in range(8))
+    assert groups_of_steps(trained(tmp_path / "run")) == each_once
+    assert all(row["async/staleness_max"] <= 2 for row in metrics(tmp_path / "run"))
 
 
 TALK = """
@@ -426,12 +428,6 @@ def test_episodes_train_on_what_was_sampled(engine_and_model):
     assert len(set(turns)) > 1 and turns == [len(trained_of(out, row)) for row in range(len(out))]
     sampled = out.batch["response_mask"].bool()
     assert torch.equal(out.batch["weight_versions"], torch.where(sampled, engine.version, -1))
-
-
-def test_an_episode_out_of_time_on_a_server(engine):
-    _, out = random_play(engine, delay=3.0, episode_timeout=1.0)
-    aborted = torch.tensor([reason == "abort" for reason in out.non_tensor_batch["finish_reason"]])
-    assert aborted.any() and torch.equal(out.batch["response_mask"].any(1), ~aborted)
 
 
 def test_the_end_of_a_run_releases_tools(engine, server, tmp_path):
@@ -691,16 +687,15 @@ def test_a_stop_string_ends_a_response_wherever_a_sync_cuts_it(seed):
     assert row.weight_versions == sorted(row.weight_versions) and len(row.weight_versions) == len(row.token_ids)
 
 
-def episodes_across_a_sync(engine, model, how, monkeypatch, **patches):
-    """(episodes, their futures) of 12 rows that get new weights in the second of four turns. patches: of the engine."""
+def episodes_across_a_sync(engine, model, how, monkeypatch):
+    """(episodes, their futures) of 12 rows that get new weights in the second of four turns."""
     settings = server_engine.vllm_settings
     monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     n, old_version, before = 12, engine.version, generated_tokens(engine)
     prompts, sampling, episodes = prompts_of(how, n), Sampling(340), make_episodes(engine, how)
     old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     with monkeypatch.context() as patch:
-        for name, value in {"stop_ids": [], **patches}.items():  # a turn ends at its limit
-            patch.setattr(engine, name, value)
+        patch.setattr(engine, "stop_ids", [])  # a turn ends at its limit
         responses = episodes.start(prompts, sampling, request_seeds(1, 9, list(range(n))))
         await_tokens(engine, before + 100 * n)  # in the second turn
         perturb(model, 0.1)
@@ -723,12 +718,6 @@ def test_a_sync_in_the_midst_of_episodes(engine_and_model, monkeypatch):
 
 def test_a_sync_in_the_midst_of_agents(engine_and_model, monkeypatch):
     engine, model = engine_and_model
-    sample, sampled = engine.sample, []
-
-    async def recorded_sample(prompt_ids, *args):
-        found = await sample(prompt_ids, *args)
-        sampled.append(([*prompt_ids], [*found.token_ids]))
-        return found
 
     async def agent(url, key, row):
         messages = row["prompt"]
@@ -738,7 +727,9 @@ def test_a_sync_in_the_midst_of_agents(engine_and_model, monkeypatch):
                 messages = [*messages, said, {"role": "user", "content": "go on"}]
 
     how = MultiTurn(tokenizer(), agent=Agent(partial(call_function, agent), 300.0, "hermes", Sampling(1)))
-    out, _ = episodes_across_a_sync(engine, model, how, monkeypatch, sample=recorded_sample)
+    with recorded(engine) as got:
+        out, _ = episodes_across_a_sync(engine, model, how, monkeypatch)
+    sampled = [(context, ids) for turns in got.values() for context, ids, _ in turns]
     assert sorted(pair for row in range(len(out)) for pair in trained_of(out, row)) == sorted(sampled)
     sync_weights(engine, model, engine.version + 1, tolerance=TOLERANCE)
 
@@ -940,13 +931,6 @@ def test_a_server_that_does_not_join_the_broadcast(stub, monkeypatch, join, here
     info = Stub.posted["/init_weight_transfer_engine"]["init_info"]
     assert (info["port"] == 0) == here == bool(info["file"])
     assert not here or Path(info["file"]).parent.stat().st_mode & 0o077 == 0
-
-
-def test_no_generate_before_the_weights():
-    engine = ServerEngine.__new__(ServerEngine)
-    engine.version = None
-    with pytest.raises(WeightSyncError, match="no weights"):
-        engine.start(random_prompts(1), Sampling(4), [1])
 
 
 def test_a_server_that_hangs(monkeypatch):
