@@ -440,16 +440,19 @@ def letters(text: str) -> float:
     return sum(map(str.isalpha, text)) / max(len(text), 1)
 
 
-@pytest.mark.parametrize("kind", ["gym", "openenv", "verifiers"])
-def test_ids_trained_are_ids_sampled_and_rewards_are_those_of_their_texts(kind, engine_and_model, request):
-    engine, model = engine_and_model
-    if kind == "gym":
-        spec, kwargs = request.getfixturevalue("game"), [{"reset": {"seed": i}, "first": f"{i}?"} for i in range(N)]
-    elif kind == "openenv":
-        spec, kwargs = f"openenv:{request.getfixturevalue('openenv')}", [{}] * N
-    else:
-        spec = f"verifiers:{request.getfixturevalue('own')}load_environment"
-        kwargs = [{"row": json.dumps(row(i))} for i in range(N)]
+SPECS = {"game": "{}", "openenv": "openenv:observation=echoed_message {}", "own": "verifiers:{}load_environment"}
+
+
+@pytest.fixture(params=SPECS)
+def spec(request):
+    return SPECS[request.param].format(request.getfixturevalue(request.param))
+
+
+def test_ids_trained_are_ids_sampled_and_rewards_are_those_of_their_texts(spec, engine_and_model):
+    (engine, model), kind = engine_and_model, spec.partition(":")[0]
+    gym = [{"reset": {"seed": i}, "first": f"{i}?"} for i in range(N)]
+    verifiers = [{"row": json.dumps(row(i))} for i in range(N)]
+    kwargs = {"gym": gym, "openenv": [{}] * N, "verifiers": verifiers}[kind]
     limits = MultiTurnArgs(max_turn_tokens=12, max_turns=2)
     how = MultiTurn(tokenizer(), interaction=load_interaction(spec), limits=limits)
     prompts = prompts_of(how, N, interaction_kwargs=kwargs)
@@ -487,14 +490,7 @@ def learns(spec: str, folder, steps: int, *args: str) -> list[float]:
 SEVERAL_TURNS = ["--reward", "--multi-turn.max-turns", "2", "--multi-turn.max-turn-tokens", "16"]
 
 
-@pytest.mark.parametrize("kind", ["gym", "openenv", "verifiers"])
 @pytest.mark.slow
-def test_grpo_learns_in_a_few_steps(kind, tmp_path, request):
-    if kind == "gym":
-        spec = request.getfixturevalue("game")
-    elif kind == "openenv":
-        spec = f"openenv:observation=echoed_message {request.getfixturevalue('openenv')}"
-    else:
-        spec = f"verifiers:{request.getfixturevalue('own')}load_environment"
+def test_grpo_learns_in_a_few_steps(spec, tmp_path):
     found = learns(spec, tmp_path, 6, *SEVERAL_TURNS, "--multi-turn.interaction", spec)
     assert sum(found[-2:]) > 1.2 * sum(found[:2])
