@@ -794,6 +794,12 @@ def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monk
     assert off_policy(model, out) < 1e-4
 
 
+def test_buckets(monkeypatch):
+    monkeypatch.setattr(server_weights, "BUCKET_BYTES", 100)
+    stream = [(str(i), torch.zeros(n)) for i, n in enumerate([10, 10, 5, 5, 40, 1, 25])]  # of 4 bytes
+    assert [names for names, _ in server_weights._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
+
+
 @pytest.mark.parametrize(
     ("urls", "address"),
     [
