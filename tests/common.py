@@ -13,10 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -442,6 +444,22 @@ def run_as_main(arguments: list[str], outputs: list[Path], env: dict[str, str]) 
         outputs[2].write_text("".join(f"{name}\n" for name in [*sys.modules]))
 
 
+def killed_with_its_children(target, *args) -> list[psutil.Process]:
+    """Those that target(*args, pids) has sent to `pids`: they end with its process, which is killed then."""
+    here, there = FORKSERVER.Pipe()
+    run = FORKSERVER.Process(target=target, args=(*args, there))
+    run.start()
+    assert here.poll(300)
+    processes = [psutil.Process(pid) for pid in here.recv()]
+    run.kill()
+    run.join()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    for process in alive:
+        process.kill()
+    assert not alive
+    return processes
+
+
 @contextmanager
 def full_disk(most_bytes: int = 100):
     """A limit on the size of a file looks like one."""
@@ -465,6 +483,42 @@ def off_policy(folder: Path) -> list[str]:
         "hf_engine.sample_tokens = sample_off\n"
     )
     return ["--dataset-class", f"{folder / 'off.py'}:Rows", "--temperature", "1.5"]
+
+
+def documented(name: str) -> str:
+    """The file of that name in docs/environments.md."""
+    page = (ROOT / "docs/environments.md").read_text()
+    return re.search(rf"^```python\n# {name}\n(.*?)^```", page, re.M | re.S)[1]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """For `http_server`: of JSON, and quiet."""
+
+    def body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "null")
+
+    def reply(self, answer: Any, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_): ...
+
+
+@contextmanager
+def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Its URL, without a path, on this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def wait_until(done: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, done
+        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:

@@ -9,10 +9,19 @@ import aiohttp
 from hypothesis import strategies as st
 
 HANG = {"role": "user", "content": "hang"}
+LEAVES = aiohttp.ClientTimeout(0.02)
 
 
 class Full(Exception):
     """The row is."""
+
+
+def call_of(name: str, function: dict) -> dict:
+    return {"id": name, "type": "function", "function": function}
+
+
+def said(text: str, calls: list[dict]) -> list[dict]:
+    return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
 
 
 def to_blocks(message) -> dict:
@@ -30,30 +39,23 @@ def to_blocks(message) -> dict:
 
 def from_blocks(answer) -> list[dict]:
     calls = [
-        {
-            "id": block["id"],
-            "type": "function",
-            "function": {"name": block["name"], "arguments": json.dumps(block["input"])},
-        }
+        call_of(block["id"], {"name": block["name"], "arguments": json.dumps(block["input"])})
         for block in answer["content"]
         if block["type"] == "tool_use"
     ]
-    text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
-    return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
+    return said("".join(block["text"] for block in answer["content"] if block["type"] == "text"), calls)
 
 
 def as_messages(body) -> dict:
     """A request to /messages like this one to /chat/completions."""
-    said, choice = [message for message in body["messages"] if message["role"] != "system"], body.get("tool_choice")
+    choice = body.get("tool_choice")
     named = choice["function"] | {"type": "tool"} if isinstance(choice, dict) else None
-    system = [message["content"] for message in body["messages"] if message["role"] == "system"]
     tools = [tool["function"] for tool in body.get("tools", ())]
-    tools = [{"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in tools]
     return {
         "max_tokens": body.get("max_tokens", 60),
-        "system": "".join(system),
-        "messages": [to_blocks(message) for message in said],
-        "tools": tools,
+        "system": "".join(message["content"] for message in body["messages"] if message["role"] == "system"),
+        "messages": [to_blocks(message) for message in body["messages"] if message["role"] != "system"],
+        "tools": [{"input_schema": f["parameters"]} | {k: f[k] for k in ("name", "description")} for f in tools],
         "tool_choice": named or {"type": "any" if choice == "required" else choice or "auto"},
         "stop_sequences": body.get("stop"),
     }
@@ -64,21 +66,18 @@ def to_items(message) -> list[dict]:
     if message["role"] == "tool":
         own = {"call_id": message["tool_call_id"], "output": message["content"]}
         return [{"type": "function_call_output", **own}]
-    calls = [
-        {"type": "function_call", "call_id": call["id"], **call["function"]} for call in message.get("tool_calls", ())
-    ]
-    said = [{"role": message["role"], "content": message["content"]}] if message["content"] or not calls else []
-    return said + calls
+    calls = message.get("tool_calls", ())
+    items = [{"role": message["role"], "content": message["content"]}] if message["content"] or not calls else []
+    return items + [{"type": "function_call", "call_id": call["id"], **call["function"]} for call in calls]
 
 
 def from_items(answer) -> list[dict]:
     calls = [
-        {"id": item["call_id"], "type": "function", "function": {name: item[name] for name in ("name", "arguments")}}
+        call_of(item["call_id"], {name: item[name] for name in ("name", "arguments")})
         for item in answer["output"]
         if item["type"] == "function_call"
     ]
-    text = "".join(item["content"][0]["text"] for item in answer["output"] if item["type"] == "message")
-    return [{"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})]
+    return said("".join(item["content"][0]["text"] for item in answer["output"] if item["type"] == "message"), calls)
 
 
 def as_response(body) -> dict:
@@ -166,6 +165,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9)), min_siz
 
 def random_agent(actions, tools, answered=None, api="/chat/completions"):
     """answered: a list that gets the body of each request that was answered."""
+    answered = [] if answered is None else answered
 
     async def agent(url, key, row):
         async with Client(url, key, api) as client:
@@ -177,46 +177,39 @@ def random_agent(actions, tools, answered=None, api="/chat/completions"):
                     if random.Random(len(sent)).random() < 0.3 and not message.get("tool_calls"):
                         message = {"role": "assistant", "content": message["content"] + " \n"}  # agents reformat
                     histories.append([*messages, message])
-                if answered is not None:
-                    answered.append({"messages": messages, "tools": tools, **body})
+                answered.append({"messages": messages, "tools": tools, **body})
 
-            await ask(row["prompt"])
-            for action, number in actions:
+            async def act(action, number):
                 history = histories[number % len(histories)]
                 user = {"role": "user", "content": f"and {number}? <|im_end|> \U0001f600"}
                 calls = history[-1].get("tool_calls") or []
                 answers = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
-                if action == "go on":
-                    await ask([*history, *answers, user])
-                elif action == "tool":
-                    await ask([*history, *(answers or [user])], tool_choice="none" if number % 2 else "auto")
-                elif action == "retry":
-                    await ask(sent[number % len(sent)][0], **sent[number % len(sent)][1])
-                elif action == "edit":
-                    await ask([*(m | {"content": f"edited {number}"} for m in history), user])
-                elif action == "drop":
-                    await ask([*history[number % len(history) :], user])
-                elif action == "summarise":
-                    await ask([{"role": "system", "content": f"so far: {history}"[:60]}, user])
-                elif action == "fork":
-                    await asyncio.gather(*(ask([*history, *answers, user], seed=i, max_tokens=9) for i in range(2)))
-                elif action == "n":
-                    await ask([*history, *answers, user], n=1 + number % 3)
-                elif action == "own prompt":
-                    await ask([{"role": "system", "content": "other"}, user], tools=[])
-                elif action == "stop":
-                    await ask([*history, *answers, user], stop=["stop", "e"])
-                elif action == "force":
-                    named = {"type": "function", "function": {"name": "add"}}
-                    await ask([*history, *answers, user], tool_choice=named if number % 2 else "required")
-                elif action == "interrupt":
-                    body = {"messages": [*history, *answers, user], "tools": tools}
-                    await client.interrupt(body)
-                    if answered is not None:
-                        answered.append(body)
-                elif action == "leave":
-                    with suppress(TimeoutError):
-                        await client.chat([HANG], timeout=aiohttp.ClientTimeout(0.02))
+                longer = [*history, *answers, user]
+                named = {"type": "function", "function": {"name": "add"}}
+                before, more = sent[number % len(sent)]
+                acts = {
+                    "go on": lambda: ask(longer),
+                    "tool": lambda: ask([*history, *(answers or [user])], tool_choice=("auto", "none")[number % 2]),
+                    "retry": lambda: ask(before, **more),
+                    "edit": lambda: ask([*(m | {"content": f"edited {number}"} for m in history), user]),
+                    "drop": lambda: ask([*history[number % len(history) :], user]),
+                    "summarise": lambda: ask([{"role": "system", "content": f"so far: {history}"[:60]}, user]),
+                    "fork": lambda: asyncio.gather(*(ask(longer, seed=i, max_tokens=9) for i in range(2))),
+                    "n": lambda: ask(longer, n=1 + number % 3),
+                    "own prompt": lambda: ask([{"role": "system", "content": "other"}, user], tools=[]),
+                    "stop": lambda: ask(longer, stop=["stop", "e"]),
+                    "force": lambda: ask(longer, tool_choice=named if number % 2 else "required"),
+                    "interrupt": lambda: client.interrupt({"messages": longer, "tools": tools}),
+                    "leave": lambda: client.chat([HANG], timeout=LEAVES),
+                }
+                with suppress(TimeoutError):
+                    await acts[action]()
+                if action == "interrupt":
+                    answered.append({"messages": longer, "tools": tools})
+
+            await ask(row["prompt"])
+            for action, number in actions:
+                await act(action, number)
 
     return agent
 
@@ -243,37 +236,32 @@ def random_raw_agent(actions, encode, in_ids, sent):
             def text(written):
                 return encode(written) if in_ids else written
 
-            await ask(text("Q: "))
-            for action, number in actions:
+            async def act(action, number):
                 history = histories[number % len(histories)]
                 user = text(f"<|im_end|>\n<|im_start|>user\nand {number}?<|im_end|>\n<|im_start|>assistant\n")
-                if action in ("go on", "force"):
-                    await ask(history + user)
-                elif action == "tool":  # as agents of base models
-                    await ask(history + text(f"\nand {number}: "))
-                elif action == "retry":
-                    prompts, body = bodies[number % len(bodies)]
-                    await ask(*prompts, **body)
-                elif action == "edit":
-                    await ask(history[:-1] + text(f"edited {number}") + user)
-                elif action == "drop":
-                    await ask(history[number % len(history) :] + user)
-                elif action == "summarise":
-                    await ask(text(f"so far {number}: "))
-                elif action == "fork":
-                    await asyncio.gather(*(ask(history + user, seed=i, max_tokens=9) for i in range(2)))
-                elif action == "n":
-                    await ask(history + user, n=1 + number % 3)
-                elif action == "own prompt":
-                    await ask(history + user, text("other "))
-                elif action == "stop":
-                    await ask(history + user, stop=["stop", "e"])
-                elif action == "interrupt":
-                    await client.interrupt({"prompt": history + user, "max_tokens": 60})
+                prompts, more = bodies[number % len(bodies)]
+                acts = {
+                    "go on": lambda: ask(history + user),
+                    "force": lambda: ask(history + user),
+                    "tool": lambda: ask(history + text(f"\nand {number}: ")),  # as agents of base models
+                    "retry": lambda: ask(*prompts, **more),
+                    "edit": lambda: ask(history[:-1] + text(f"edited {number}") + user),
+                    "drop": lambda: ask(history[number % len(history) :] + user),
+                    "summarise": lambda: ask(text(f"so far {number}: ")),
+                    "fork": lambda: asyncio.gather(*(ask(history + user, seed=i, max_tokens=9) for i in range(2))),
+                    "n": lambda: ask(history + user, n=1 + number % 3),
+                    "own prompt": lambda: ask(history + user, text("other ")),
+                    "stop": lambda: ask(history + user, stop=["stop", "e"]),
+                    "interrupt": lambda: client.interrupt({"prompt": history + user, "max_tokens": 60}),
+                    "leave": lambda: client.post({"prompt": "hang", "max_tokens": 9}, client.api, timeout=LEAVES),
+                }
+                with suppress(TimeoutError):
+                    await acts[action]()
+                if action == "interrupt":
                     sent.append(history + user)
-                elif action == "leave":
-                    with suppress(TimeoutError):
-                        hang = {"prompt": "hang", "max_tokens": 9}
-                        await client.post(hang, "/completions", timeout=aiohttp.ClientTimeout(0.02))
+
+            await ask(text("Q: "))
+            for action, number in actions:
+                await act(action, number)
 
     return agent

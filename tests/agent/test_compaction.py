@@ -5,16 +5,15 @@ import json
 import random
 from dataclasses import replace
 from statistics import mean
-from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-import grpo
 from agent import BaseInteraction, MultiTurn, make_episodes
 from agent.episode import observation
 from agent.http.program import Agent, call_function
@@ -23,13 +22,23 @@ from data import toy_list
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
-from lib.model import load_model, load_tokenizer, response_log_probs
+from lib.model import load_model, load_tokenizer
 from lib.rollout import Sampling, make_engine, request_seeds, sync_weights
 from tests.agent.random_agents import ACTIONS, Client, random_agent, segments_of, trained_of
-from tests.agent.test_agent_loop import CALL, END, FORGETS, REFUSES, TEMPLATE, prompts_of, recorded, sampled_text
+from tests.agent.test_agent_loop import (
+    CALL,
+    END,
+    FORGETS,
+    REFUSES,
+    TEMPLATE,
+    assert_trained_as_sampled,
+    prompts_of,
+    recorded,
+    sampled_text,
+)
 from tests.agent.test_agent_loop import play as play_turns
 from tests.agent.test_agent_loop import settings as multi_turn
-from tests.agent.test_agents import TOOLS, Fake, encode
+from tests.agent.test_agents import TOOLS, Fake, chat, encode, user
 from tests.agent.test_agents import play as play_agent
 from tests.common import fork, metrics, ran, unexplained_metrics
 
@@ -65,13 +74,26 @@ def contexts(engine) -> list[str]:
     return [multi_turn().tokenizer.decode(context) for *_, context in engine.contexts]
 
 
+def assert_trained(out, engine, turns):
+    assert sampled_text(out) == "".join(turns)
+    assert trained_of(out) == [(context, encode(turn)) for (*_, context), turn in zip(engine.contexts, turns)]
+
+
+def with_uid(out):
+    out.non_tensor_batch["uid"] = np.array([str(i) for i in range(len(out))], object)
+    return out
+
+
+TURNS = ["a" * 9 + END, "b" * 9 + END, "SUM" + END, "c" + END]
+TEXTS = [{"texts": ["x" * 20, "y" * 20]}]  # of the user
+
+
 def test_an_episode_goes_on_from_its_prompt_a_summary_and_the_newest_message():
     """The summary is a turn like others: trained, in its context, with the final reward. The summary in the next
     context is text. It is no turn of max_turns."""
     Says.log.clear()
-    turns = ["a" * 9 + END, "b" * 9 + END, "SUM" + END, "c" + END]
     how = multi_turn(interaction=Says, compact_at=90, max_turns=3, **LIMITS)
-    out, engine = play_turns(how, turns, interaction_kwargs=[{"texts": ["x" * 20, "y" * 20]}])
+    out, engine = play_turns(how, TURNS, interaction_kwargs=TEXTS)
     prompt = TOOL_LIST + said("user", "0?")
     first = prompt + said("assistant", "a" * 9) + said("user", "x" * 20)
     assert contexts(engine) == [
@@ -80,8 +102,7 @@ def test_an_episode_goes_on_from_its_prompt_a_summary_and_the_newest_message():
         first + said("assistant", "b" * 9) + said("user", ASK) + BEGIN,
         prompt + said("assistant", "SUM") + said("user", "y" * 20) + BEGIN,
     ]
-    assert sampled_text(out) == "".join(turns)
-    assert trained_of(out) == [(context, encode(turn)) for (*_, context), turn in zip(engine.contexts, turns)]
+    assert_trained(out, engine, TURNS)
     assert out.non_tensor_batch["num_turns"][0] == 4 and len(out.non_tensor_batch["segments"][0]) == 2
     assert out.non_tensor_batch["finish_reason"][0] == "stop"
     # others see the whole conversation, without the request for a summary
@@ -96,31 +117,10 @@ def test_an_episode_goes_on_from_its_prompt_a_summary_and_the_newest_message():
     seen = [int(states[i]) for i in out.batch["response_mask"][0].nonzero()[:, 0].tolist()]
     asked = [{"role": "user", "content": text} for text in ("x" * 20, ASK, "y" * 20)]
     assert list(dict.fromkeys(seen)) == [0, *(observation([message], []) for message in asked)]
-    got = reduce_metrics(agent_metrics(uid(out)))
-    lengths = [len(encode(text)) for text in (first + said("assistant", "b" * 9) + said("user", "y" * 20) + BEGIN,)]
-    assert got["agent/compactions_mean"] == 1 and got["agent/tokens_before_compaction"] == lengths[0] > 90
+    got = reduce_metrics(agent_metrics(with_uid(out)))
+    before = len(encode(first + said("assistant", "b" * 9) + said("user", "y" * 20) + BEGIN))
+    assert got["agent/compactions_mean"] == 1 and got["agent/tokens_before_compaction"] == before > 90
     assert got["agent/tokens_after_compaction"] == len(engine.contexts[-1][-1])
-
-
-def uid(out):
-    out.non_tensor_batch["uid"] = out.non_tensor_batch["raw_prompt_ids"]
-    for i in range(len(out)):
-        out.non_tensor_batch["uid"][i] = str(i)
-    return out
-
-
-def test_a_summary_is_trained_with_the_final_reward():
-    """GRPO gives all sampled tokens of a row the same advantage, those of the summary as well."""
-    how = multi_turn(interaction=Says, compact_at=90, **LIMITS)
-    turns = ["a" * 9 + END, "b" * 9 + END, "SUM" + END, "c" + END]
-    kwargs = [{"texts": ["x" * 20, "y" * 20]}, {"texts": []}]
-    out, _ = play_turns(how, turns, ["c" + END], interaction_kwargs=kwargs)
-    mask, group = out.batch["response_mask"].bool(), torch.zeros(2, dtype=torch.long)
-    args = SimpleNamespace(adv_estimator="grpo", adv_settings={})
-    advantages, _ = grpo.grpo_advantages(args, out.batch["turn_rewards"], mask, {"group": group})
-    assert len(trained_of(out)) == 4 and sampled_text(out).count("SUM") == 1
-    assert {round(x, 4) for x in advantages[0][mask[0]].tolist()} == {0.7071}  # of rewards 13 and 11
-    assert not advantages[~mask].any()
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, FORGETS, REFUSES])
@@ -130,16 +130,11 @@ def test_answers_of_tools_go_on_behind_a_summary_of_their_calls(template):
     how = multi_turn(template=template, compact_at=100, compact_prompt=ASK, max_turn_tokens=90)
     out, engine = play_turns(how, turns)
     thinks = "" if template == FORGETS else "<think>2</think>"
-    assert contexts(engine)[-1] == (
-        TOOL_LIST + said("user", "0?") + said("assistant", f"{thinks}so 3") + said("user", "3") + BEGIN
-    )
-    assert trained_of(out) == [(context, encode(turn)) for (*_, context), turn in zip(engine.contexts, turns)]
-    assert [message["role"] for message in out.non_tensor_batch["messages"][0]] == [
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    after = TOOL_LIST + said("user", "0?") + said("assistant", f"{thinks}so 3") + said("user", "3") + BEGIN
+    assert contexts(engine)[-1] == after
+    assert_trained(out, engine, turns)
+    roles = [message["role"] for message in out.non_tensor_batch["messages"][0]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +150,6 @@ def test_an_empty_and_a_cut_summary_are_what_the_episode_goes_on_from(summary, s
 
 
 def test_without_compaction_the_window_ends_an_episode():
-    """And cuts its turns."""
     how = multi_turn(interaction=Says, context_window=60)
     out, _ = play_turns(how, ["a" * 9 + END] * 2, ["a" * 99], interaction_kwargs=[{"texts": ["x" * 30]}] * 2)
     assert out.non_tensor_batch["finish_reason"].tolist() == ["length", "length"]
@@ -166,13 +160,11 @@ def test_without_compaction_the_window_ends_an_episode():
 
 def test_a_row_without_room_for_a_summary_or_for_what_follows_it_ends_its_episode():
     how = multi_turn(interaction=Says, compact_at=90, **LIMITS)
-    turns = ["a" * 9 + END, "b" * 9 + END, "SUM" + END, "c" + END]
-    kwargs = [{"texts": ["x" * 20, "y" * 20]}]
-    out, _ = play_turns(how, turns, interaction_kwargs=kwargs)
+    out, _ = play_turns(how, TURNS, interaction_kwargs=TEXTS)
     end = out.non_tensor_batch["segments"][0][0][1]  # of the summary
     context = len(trained_of(out)[3][0])
     for room, expected in ((end - 4, 2), (end - 3, 3), (end + context, 3), (end + context + 1, 4)):
-        out, _ = play_turns(how, turns, T=room, interaction_kwargs=kwargs)
+        out, _ = play_turns(how, TURNS, T=room, interaction_kwargs=TEXTS)
         assert out.non_tensor_batch["finish_reason"][0] == ("stop" if expected == 4 else "length")
         assert len(trained_of(out)) == expected and out.batch["responses"].shape[1] <= room
         assert float(out.batch["turn_rewards"].sum()) == (13.5 if expected == 4 else 12.5)
@@ -190,10 +182,8 @@ def test_no_context_and_turn_are_longer_than_the_window(sizes, compact_at):
     how = multi_turn(interaction=Says, context_window=window, max_turns=9, **limits)
     turns = ["a" * n + END if n < 20 else "a" * 20 for n, _ in sizes]
     engine = Fake([*turns, "s" * 20, "t" + END])
-    kwargs = [{"texts": ["x" * n for _, n in sizes]}]
-    out = make_episodes(engine, how).generate(
-        prompts_of(how, 1, interaction_kwargs=kwargs), Sampling(4000), [len(sizes)]
-    )
+    prompts = prompts_of(how, 1, interaction_kwargs=[{"texts": ["x" * n for _, n in sizes]}])
+    out = make_episodes(engine, how).generate(prompts, Sampling(4000), [len(sizes)])
     assert trained_of(out) == engine.sampled
     assert all(len(context) + len(ids) <= window for context, ids in engine.sampled)
     asks = [ASK in how.tokenizer.decode(context) for context, _ in engine.sampled]
@@ -214,12 +204,8 @@ def refusal(**limits) -> str:
 # ---- --agent -------------------------------------------------------------------------------------
 
 
-def user(text):
-    return {"role": "user", "content": text}
-
-
 def play(agent, engine, compact_at=90, **limits):
-    out, _ = play_agent(agent, engine=engine, room=2000, compact_at=compact_at, **LIMITS | limits)
+    out, _ = chat(agent, engine=engine, room=2000, compact_at=compact_at, **LIMITS | limits)
     assert sorted(trained_of(out)) == sorted(engine.sampled)
     shown = [multi_turn().tokenizer.decode(context) for context, _ in engine.sampled]
     return out, shown, out.non_tensor_batch["agent_metrics"][0]
@@ -232,20 +218,19 @@ def test_an_agents_history_is_compacted_without_its_knowledge():
     history = [*shots, user("2")]
     answers = []
 
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            for text in ("x" * 20, "y" * 20, "z", "again", "w"):
-                [answer] = await client.chat(history, max_tokens=30)
-                answers.append(answer)
-                if text == "again":  # the request that was compacted
-                    await client.chat(history[:-2], max_tokens=30)
-                history.extend([answer, user(text)])
-            await client.chat(history[:6], max_tokens=30)
+    async def agent(client, row):
+        for text in ("x" * 20, "y" * 20, "z", "again", "w"):
+            [answer] = await client.chat(history, max_tokens=30)
+            answers.append(answer)
+            if text == "again":  # the request that was compacted
+                await client.chat(history[:-2], max_tokens=30)
+            history.extend([answer, user(text)])
+        await client.chat(history[:6], max_tokens=30)
 
     class Counts(Fake):
-        def answer(self, context, sampling, seed):
+        def sample(self, context, sampling, seed):
             self.texts = ["SUM" if ASK in multi_turn().tokenizer.decode(context) else f"a{len(self.sampled)}"]
-            return super().answer(context, sampling, seed)
+            return super().sample(context, sampling, seed)
 
     prompt = said("system", "S") + said("user", "1") + said("assistant", "one") + said("user", "2")
     third = prompt + said("assistant", "a0") + said("user", "x" * 20) + said("assistant", "a1")
@@ -261,18 +246,15 @@ def test_an_agents_history_is_compacted_without_its_knowledge():
     assert counts["lost_prefixes"] == 0 and counts["requests"] == 7
     assert out.non_tensor_batch["answer"][0] and "SUM" not in json.dumps(answers)
     assert out.non_tensor_batch["num_turns"][0] == 8
-    got = reduce_metrics(agent_metrics(uid(out)))
+    got = reduce_metrics(agent_metrics(with_uid(out)))
     assert got["agent/tokens_after_compaction"] == len(encode(after + BEGIN)) < got["agent/tokens_before_compaction"]
 
 
 def test_answers_of_an_agents_tools_go_on_behind_a_summary():
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            history = [user("x" * 60)]
-            [answer] = await client.chat(history, tools=TOOLS)
-            call = answer["tool_calls"][0]["id"]
-            result = {"role": "tool", "tool_call_id": call, "content": "3"}
-            await client.chat([*history, answer | {"content": ""}, result, user("and?")], tools=TOOLS)
+    async def agent(client, row):
+        [answer] = await client.chat([user("x" * 60)], tools=TOOLS)
+        result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
+        await client.chat([user("x" * 60), answer | {"content": ""}, result, user("and?")], tools=TOOLS)
 
     _, shown, counts = play(agent, Fake([CALL % (1, 2)]), compact_at=100, max_turn_tokens=90)
     assert counts["compactions"] == 1 and shown[-1].endswith(said("user", "3") + said("user", "and?") + BEGIN)
@@ -307,7 +289,6 @@ LIST_LIMITS = {"compact_at": 72, "compact_prompt": toy_list.ASK, "max_turn_token
 
 @pytest.mark.parametrize("agent", [False, True])
 def test_on_an_engine_the_ratio_is_one(engine_and_model, agent):
-    """fp32: 1e-4 is a thousand roundings; a token that the trainer sees in another context costs 0.1 or more."""
     engine, model, tokenizer = engine_and_model
     _, rows = toy_list.make_rows(0, 6)
 
@@ -317,31 +298,25 @@ def test_on_an_engine_the_ratio_is_one(engine_and_model, agent):
             for text in [*row["extra_info"]["interaction_kwargs"]["messages"], toy_list.QUESTION]:
                 history += [*await client.chat(history), user(text)]
 
-    how = MultiTurn(
-        tokenizer, interaction=None if agent else toy_list.List, limits=MultiTurnArgs(max_turns=12, **LIST_LIMITS)
-    )
+    limits = MultiTurnArgs(max_turns=12, **LIST_LIMITS)
+    how = MultiTurn(tokenizer, interaction=None if agent else toy_list.List, limits=limits)
     if agent:
         how = replace(how, agent=Agent(functools.partial(call_function, play_list), 60.0, "auto", Sampling(400)))
     extra = [row["extra_info"] for row in rows]
     prompts = prompts_of(how, 6, interaction_kwargs=[own["interaction_kwargs"] for own in extra], extra_info=extra)
     with recorded(engine) as got:
         out = make_episodes(engine, how).generate(prompts, Sampling(400), request_seeds(1, 1, [*range(6)]))
-    for row, name in enumerate(sorted(got, key=lambda name: int(name.split("-")[1]))):
-        expected = [(context, ids) for context, ids, _ in got[name].values()]
-        assert trained_of(out, row) == expected and len(segments_of(out, row)) == 3
-        assert all(len(context) + len(ids) <= 96 for context, ids in expected)
-    log_probs, _ = response_log_probs(model, out, 1.0)
-    assert (log_probs - out.batch["rollout_log_probs"]).abs().max() < 1e-4
+    assert_trained_as_sampled(out, got, model)
+    assert {len(segments_of(out, row)) for row in range(6)} == {3}
+    assert all(len(context) + len(ids) <= 96 for turns in got.values() for context, ids, _ in turns)
 
 
 RUN = ["--model", "data/toy_list/model", "--train-files", "data/toy_list/train.jsonl", "--reward"]
-RUN += ["--val-files", "none", "--max-prompt-length", "16"]
-RUN += ["--max-response-length", "400", "--multi-turn.interaction", "data/toy_list.py:List"]
-RUN += ["--multi-turn.max-turns", "12", "--multi-turn.max-turn-tokens", "4", "--multi-turn.context-window", "96"]
+RUN += ["--val-files", "none", "--max-prompt-length", "16", "--max-response-length", "400"]
+RUN += ["--multi-turn.interaction", "data/toy_list.py:List", "--multi-turn.max-turns", "12"]
+RUN += ["--multi-turn.max-turn-tokens", "4", "--multi-turn.context-window", "96"]
+RUN += ["--multi-turn.compact-at", "72", "--multi-turn.compact-prompt", "summary"]
 RUN += ["--prompts-per-step", "2", "--group-size", "4", "--total-steps", "1"]
-COMPACT = ["--multi-turn.compact-at", "72", "--multi-turn.compact-prompt", "summary"]
-
-
 ENGINE = """
 from lib.rollout.hf_engine import HFEngine
 
@@ -355,7 +330,7 @@ class Shows(HFEngine):
 def test_a_run_with_episodes_longer_than_its_window(tmp_path):
     (tmp_path / "shows.py").write_text(ENGINE)
     args = [*RUN, "--rollout-engine", f"{tmp_path / 'shows.py'}:Shows"]
-    done = ran(fork("grpo", tmp_path, *args, *COMPACT, "--run-name", "with"))
+    done = ran(fork("grpo", tmp_path, *args, "--run-name", "with"))
     assert "max_length 96\n" in done.stdout
     [row] = metrics(tmp_path / "with")
     assert row["agent/compactions_mean"] == 2 and row["agent/segments_mean"] == 3 and row["agent/turns_mean"] == 12

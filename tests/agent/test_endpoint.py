@@ -27,7 +27,7 @@ from lib.distributed import reduce_metrics
 from lib.rollout import Sampling
 from tests.agent.random_agents import ACTIONS, Client, random_raw_agent, segments_of, trained_of
 from tests.agent.test_agent_loop import END, prompts_of, tokenizer
-from tests.agent.test_agents import ASK, HELLO, SAY, TOOLS, Fake, ask, encode, failures, play, settings_of, user
+from tests.agent.test_agents import ASK, HELLO, RAW, SAY, TOOLS, Fake, chat, encode, failures, play, settings_of, user
 
 ROLE = "\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"  # behind an answer's end token
 
@@ -36,14 +36,13 @@ def complete(*steps, **kwargs):
     """Each step makes the body of a request from the choices so far. Returns batch, engine, metrics and choices."""
     choices = []
 
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            for step in steps:
-                status, found = await client.post(step(choices), "/completions")
-                assert status == 200, found
-                choices.extend(found["choices"])
+    async def agent(client, row):
+        for step in steps:
+            status, found = await client.post(step(choices), "/completions")
+            assert status == 200, found
+            choices.extend(found["choices"])
 
-    out, engine = play(agent, **kwargs)
+    out, engine = chat(agent, **kwargs)
     return out, engine, out.non_tensor_batch["agent_metrics"][0], choices
 
 
@@ -91,29 +90,23 @@ def test_an_answer_that_was_cut_or_stripped_keeps_the_tokens_that_are_left():
 
 
 def test_a_raw_prompt_may_continue_an_answer_of_chat_or_the_answer_itself():
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            [said] = await client.chat(row["prompt"])
-            text = tokenizer().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-            body = {
-                "prompt": f"{text}{said['content']}{END}{ROLE % 'go on'}",
-                "max_tokens": 1,
-                "return_token_ids": True,
-            }
-            [cut] = (await client.post(body, "/completions"))[1]["choices"]
-            assert cut["finish_reason"] == "length"
-            await client.post({"prompt": cut["prompt_token_ids"] + cut["token_ids"]}, "/completions")
+    async def agent(client, row):
+        [said] = await client.chat(row["prompt"])
+        text = tokenizer().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        body = {"prompt": f"{text}{said['content']}{END}{ROLE % 'go on'}", "max_tokens": 1, "return_token_ids": True}
+        [cut] = (await client.post(body, "/completions"))[1]["choices"]
+        assert cut["finish_reason"] == "length"
+        await client.post({"prompt": cut["prompt_token_ids"] + cut["token_ids"]}, "/completions")
 
-    out, engine = play(agent, engine=Fake(["yes, yes"]))
+    out, engine = chat(agent, engine=Fake(["yes, yes"]))
     [(context, first), (second, cut), (third, last)] = engine.sampled
     assert second[: len(context) + len(first)] == context + first and third == second + cut
     assert len(segments_of(out)) == 1 and trained_of(out) == [(context, first), (second, cut + last)]
 
 
 def test_an_edited_answer_is_a_lost_prefix():
-    _, engine, metrics, _ = complete(
-        lambda found: {"prompt": "1"}, lambda found: {"prompt": "1no 2"}, engine=Fake(["yes"])
-    )
+    asks = [lambda found, prompt=prompt: {"prompt": prompt} for prompt in ("1", "1no 2")]
+    _, engine, metrics, _ = complete(*asks, engine=Fake(["yes"]))
     assert metrics["lost_prefixes"] == 1 and metrics["tokens_reencoded"] == len(engine.sampled[1][0])
 
 
@@ -132,14 +125,13 @@ def test_an_answer_to_raw_prompts_in_openais_form():
     body = {"prompt": ["1", "2"], "n": 2, "logprobs": 0, "max_tokens": 3, "seed": 1, "return_token_ids": True}
     events = []
 
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            events.append((await client.post(body, "/completions"))[1])
-            more = body | {"stream": True, "stream_options": {"include_usage": True}}
-            async with client.session.post(f"{url}/completions", json=more) as answer:
-                events.extend((await answer.text()).split("\n\n"))
+    async def agent(client, row):
+        events.append((await client.post(body, "/completions"))[1])
+        more = body | {"stream": True, "stream_options": {"include_usage": True}}
+        async with client.session.post(f"{client.url}/completions", json=more) as answer:
+            events.extend((await answer.text()).split("\n\n"))
 
-    _, engine = play(agent, engine=Fake(["yes, yes", "no"]))
+    _, engine = chat(agent, engine=Fake(["yes, yes", "no"]))
     answer, *streamed, done, end = events
     assert (done, end) == ("data: [DONE]", "")
     streamed = [json.loads(event.removeprefix("data: ")) for event in streamed]
@@ -153,63 +145,12 @@ def test_an_answer_to_raw_prompts_in_openais_form():
         assert "".join(log_probs["tokens"]) == tokenizer().decode(ids)
         shown = [log_probs["tokens"][i] for i, at in enumerate(log_probs["text_offset"]) if at < len(choice["text"])]
         assert "".join(shown) == choice["text"]
-    prompts = [len(engine.sampled[0][0]), len(engine.sampled[2][0])]
-    sampled = sum(len(ids) for _, ids in engine.sampled[:4])
-    assert answer["usage"] == {
-        "prompt_tokens": sum(prompts),
-        "completion_tokens": sampled,
-        "total_tokens": sum(prompts) + sampled,
-    }
-
-
-def test_the_openai_sdk_with_completions():
-    import openai
-
-    async def agent(url, key, row):
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-            said = await client.completions.create(model="x", prompt="1", max_tokens=9, logprobs=0)
-            text, log_probs = said.choices[0].text, said.choices[0].logprobs
-            assert text == "yes" and "".join(log_probs.tokens) == "yes" + END and said.usage.total_tokens > 2
-            stream = await client.completions.create(model="x", prompt=f"1{text}{END}2", stream=True)
-            assert "".join([event.choices[0].text async for event in stream]) == "yes"
-            with pytest.raises(openai.BadRequestError, match="suffix: only"):
-                await client.completions.create(model="x", prompt="1", suffix="2")
-
-    out, engine = play(agent, engine=Fake(["yes"]))
-    assert len(segments_of(out)) == 1 and trained_of(out) == engine.sampled and len(engine.sampled) == 2
-
-
-RAW = {"prompt": "hello"}
-WRONG = {
-    "prompt: give a text": {},
-    "prompt: give a text  ": {"prompt": []},
-    "prompt: give a text    ": {"prompt": ["a", [1]]},
-    "prompt: give a text      ": {"prompt": [1, True]},
-    "prompt: give token ids from 0 to": {"prompt": [1, 10**9]},
-    "prompt: give token ids from 0 to ": {"prompt": [[1], [-1]]},
-    "more tokens of context": {"prompt": "1" * 20_000},
-    "more tokens of context ": {"prompt": [1] * 5000},
-    "n: at most 128 answers": {"prompt": ["a"] * 65, "n": 2},
-    "n: give a whole number": RAW | {"n": 0},
-    "logprobs: only 0 is supported": RAW | {"logprobs": 5},
-    "echo: only false is supported": RAW | {"echo": True},
-    'suffix: only "" is supported': RAW | {"suffix": "x"},
-    "best_of: only 1 is supported": RAW | {"best_of": 2},
-    "return_token_ids: give true or false": RAW | {"return_token_ids": 1},
-    "messages is not supported": RAW | HELLO,
-    "the body is not JSON": b'{"prompt": [' * 50_000,
-}
-
-
-def test_wrong_raw_prompts_are_refused():
-    found = ask(*(("/completions", body) for body in WRONG.values()))
-    for (status, answer), (why, body) in zip(found, WRONG.items(), strict=True):
-        assert status == 400 and why.strip() in answer["error"]["message"], (body, answer)
-        assert answer["error"].keys() == {"message", "type", "param", "code"}
+    prompts = len(engine.sampled[0][0]) + len(engine.sampled[2][0])
+    sampled, usage = sum(len(ids) for _, ids in engine.sampled[:4]), answer["usage"]
+    assert usage == {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
 
 
 def test_a_prompt_without_tokens_is_refused():
-    """Engines take no empty context."""
     own = copy.deepcopy(tokenizer())
     own.backend_tokenizer.normalizer = Replace("\u200b", "")
 
@@ -227,13 +168,12 @@ def test_a_prompt_without_tokens_is_refused():
 def test_prompts_of_one_request_get_room_together():
     """Or none of them an answer: what an agent never got is not trained."""
 
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            status, found = await client.post({"prompt": ["1", "2" * 300]}, "/completions")
-            assert status == 400 and found["error"]["code"] == "context_length_exceeded"
-            await client.chat(row["prompt"])
+    async def agent(client, row):
+        status, found = await client.post({"prompt": ["1", "2" * 300]}, "/completions")
+        assert status == 400 and found["error"]["code"] == "context_length_exceeded"
+        await client.chat(row["prompt"])
 
-    _, engine = play(agent, room=200)
+    _, engine = chat(agent, room=200)
     assert len(engine.sampled) == 1
 
 
@@ -252,16 +192,15 @@ def test_a_forced_call_begins_as_given_and_is_sampled_to_its_end(api, tools, cho
         begins += 'add", "arguments":'
     named = {"type": "function", "function": {"name": "add"}}
 
-    async def agent(url, key, row):
-        async with Client(url, key, api) as client:
-            forced = {"tools": tools, "tool_choice": named if choice == "named" else choice}
-            [said] = await client.chat(row["prompt"], **forced)
-            [call] = said["tool_calls"]
-            assert call["function"]["name"] == "add" and not said["content"]
-            answered = [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
-            await client.chat([*row["prompt"], *answered], **forced)
+    async def agent(client, row):
+        client.api, forced = api, {"tools": tools, "tool_choice": named if choice == "named" else choice}
+        [said] = await client.chat(row["prompt"], **forced)
+        [call] = said["tool_calls"]
+        assert call["function"]["name"] == "add" and not said["content"]
+        answered = [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+        await client.chat([*row["prompt"], *answered], **forced)
 
-    out, engine = play(agent, engine=Fake([rest]), room=1500)
+    out, engine = chat(agent, engine=Fake([rest]), room=1500)
     [(context, first), (second, _)] = engine.sampled
     assert tokenizer().decode(context).endswith(f"<|im_start|>assistant\n{begins}")
     assert tokenizer().decode(first) == rest + END  # which alone is trained
@@ -271,19 +210,18 @@ def test_a_forced_call_begins_as_given_and_is_sampled_to_its_end(api, tools, cho
 
 
 def test_a_forced_call_that_is_not_one_stays_text():
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            body = {"messages": row["prompt"], "tools": TOOLS, "tool_choice": "required"}
-            [choice] = (await client.post(body))[1]["choices"]
-            assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
-            assert choice["message"]["content"] == '<tool_call>\n{"name": "add", "arguments": no'
-            [choice] = (await client.post(body | {"max_tokens": 1}))[1]["choices"]
-            assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
-            [said] = await client.chat(**body | {"stop": '"name"'})  # which was given, not sampled
-            assert said["content"].endswith('"arguments": no')
-            await client.chat([*row["prompt"], said, user("go on")], tools=TOOLS)
+    async def agent(client, row):
+        body = {"messages": row["prompt"], "tools": TOOLS, "tool_choice": "required"}
+        [choice] = (await client.post(body))[1]["choices"]
+        assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+        assert choice["message"]["content"] == '<tool_call>\n{"name": "add", "arguments": no'
+        [choice] = (await client.post(body | {"max_tokens": 1}))[1]["choices"]
+        assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+        [said] = await client.chat(**body | {"stop": '"name"'})  # which was given, not sampled
+        assert said["content"].endswith('"arguments": no')
+        await client.chat([*row["prompt"], said, user("go on")], tools=TOOLS)
 
-    out, _ = play(agent, engine=Fake([" no"]))
+    out, _ = chat(agent, engine=Fake([" no"]))
     assert out.non_tensor_batch["agent_metrics"][0]["lost_prefixes"] == 0
 
 
@@ -321,16 +259,15 @@ def test_ignored_parameters_have_no_effect_and_are_counted():
         "/completions": {"prompt": "hello", "temperature": 2},
     }
 
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            for path, body in bodies.items():
-                status, found = await client.post(body, path)
-                assert status == 200, found
-            status, found = await client.post(HELLO | {"top_p": 0.5})
-            advice = "The run's --agent-kwargs ignore=top_p accepts and ignores it"
-            assert status == 400 and found["error"]["message"].endswith(advice)
+    async def agent(client, row):
+        for path, body in bodies.items():
+            status, found = await client.post(body, path)
+            assert status == 200, found
+        status, found = await client.post(HELLO | {"top_p": 0.5})
+        advice = "The run's --agent-kwargs ignore=top_p accepts and ignores it"
+        assert status == 400 and found["error"]["message"].endswith(advice)
 
-    out, engine = play(agent, ignore=frozenset({"temperature", "response_format", "reasoning_effort"}))
+    out, engine = chat(agent, ignore=frozenset({"temperature", "response_format", "reasoning_effort"}))
     assert len(engine.sampled) == 4 and reduce_metrics(agent_metrics(out))["agent/ignored_mean"] == 5
 
 
@@ -338,9 +275,8 @@ def test_the_names_of_ignored_parameters_are_checked():
     args = parse_flags(grpo.Args, ["--agent", "true", "--agent-kwargs", "ignore=temperature,top_p"])
     assert load_agent(args.rollout, "auto").ignore == {"temperature", "top_p"}
     for name in ("temprature", "messages", "max_tokens", "n", "suffix"):
-        with pytest.raises(
-            InputError, match=f"--agent-kwargs ignore={name}: it can ignore frequency_penalty, .*, verbosity"
-        ):
+        why = f"--agent-kwargs ignore={name}: it can ignore frequency_penalty, .*, verbosity"
+        with pytest.raises(InputError, match=why):
             load_agent(RolloutArgs(agent="true", agent_kwargs=(f"ignore=top_p,{name}",)), "auto")
 
 
@@ -348,26 +284,19 @@ def test_the_names_of_ignored_parameters_are_checked():
 
 
 def test_rewards_of_answers_stand_on_their_last_tokens():
-    """In every API, and with n."""
     numbers = {}
 
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            ids = []
-            for path, body in (
-                ("/chat/completions", {"messages": row["prompt"]}),
-                ("/completions", {"prompt": "1"}),
-                ("/messages", ASK),
-                ("/responses", SAY),
-                ("/chat/completions", HELLO | {"n": 2}),
-            ):
-                status, found = await client.post(body, path)
-                assert status == 200
-                ids += [found["id"]] if body.get("n") is None else [f"{found['id']}-{i}" for i in range(2)]
-            numbers.update({name: i + 1.0 for i, name in enumerate(ids) if i != 1})
-            return {"reward": 0.5, "rewards": numbers}
+    async def agent(client, row):
+        ids = []
+        bodies = {"/completions": RAW, "/messages": ASK, "/responses": SAY, "/chat/completions": HELLO | {"n": 2}}
+        for path, body in [("/chat/completions", HELLO), *bodies.items()]:
+            status, found = await client.post(body, path)
+            assert status == 200
+            ids += [f"{found['id']}-{i}" for i in range(2)] if "n" in body else [found["id"]]
+        numbers.update({name: i + 1.0 for i, name in enumerate(ids) if i != 1})
+        return {"reward": 0.5, "rewards": numbers}
 
-    out, engine = play(agent, room=1500)
+    out, engine = chat(agent, room=1500)
     mask, given = out.batch["response_mask"][0].bool(), out.batch["turn_rewards"][0]
     ends = (mask & ~F.pad(mask, (0, 1))[1:]).nonzero()[:, 0].tolist()
     assert len(ends) == 6 == len(engine.sampled) and len(numbers) == 5
@@ -379,11 +308,10 @@ def test_rewards_of_answers_stand_on_their_last_tokens():
 
 
 def test_rewards_of_answers_without_a_reward_leave_the_scorers_their_part():
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            return {"rewards": {(await client.post(HELLO))[1]["id"]: 2}}
+    async def agent(client, row):
+        return {"rewards": {(await client.post(HELLO))[1]["id"]: 2}}
 
-    out, _ = play(agent, engine=Fake(["yes"]))
+    out, _ = chat(agent, engine=Fake(["yes"]))
     assert out.batch["turn_rewards"].sum() == 2 and out.non_tensor_batch["answer"].tolist() == ["yes"]
 
 
@@ -399,12 +327,11 @@ def test_wrong_rewards_of_answers_end_their_episode():
         lambda name: {name: 1},
     ]
 
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            name = (await client.post(HELLO))[1]["id"]
-            return {"rewards": rewards[int(row["prompt"][0]["content"][:-1])](name)}
+    async def agent(client, row):
+        name = (await client.post(HELLO))[1]["id"]
+        return {"rewards": rewards[int(row["prompt"][0]["content"][:-1])](name)}
 
-    out, _ = play(agent, rows=8)
+    out, _ = chat(agent, rows=8)
     assert out.non_tensor_batch["finish_reason"].tolist() == [*["error"] * 7, "stop"]
     assert failures(out) == {"bad_reward": 7}
     assert out.batch["turn_rewards"].sum(1).tolist() == [0.0] * 7 + [1.0]
@@ -413,15 +340,14 @@ def test_wrong_rewards_of_answers_end_their_episode():
 def test_one_episode_cannot_name_an_answer_of_another():
     names = []
 
-    async def agent(url, key, row):
-        async with Client(url, key) as client:
-            names.append((await client.post(HELLO))[1]["id"])
-            while len(names) < 2:
-                await asyncio.sleep(0.001)
-            return {"rewards": dict.fromkeys(names, 1.0)}
+    async def agent(client, row):
+        names.append((await client.post(HELLO))[1]["id"])
+        while len(names) < 2:
+            await asyncio.sleep(0.001)
+        return {"rewards": dict.fromkeys(names, 1.0)}
 
     with pytest.raises(InputError, match=r"all 2 episodes failed(.|\n)*no answer has this id"):
-        play(agent, rows=2)
+        chat(agent, rows=2)
 
 
 def test_mt_grpo_takes_agents():

@@ -48,11 +48,8 @@ AGENTS = {
     "tool_loop_anthropic.py": (ADDS, 1, 1),
     "with_openai_agents.py responses": (HANDS_OVER, 2, 1),  # the second agent has instructions of its own
     "with_openai_agents.py chat_completions": (HANDS_OVER, 2, 1),
-    "with_pydantic_ai.py": (
-        [*ADDS, 'final_result", "arguments": {"total": 7}}\n</tool_call>'],
-        2,
-        1,
-    ),  # the second question has a tool more
+    # the second question has a tool more
+    "with_pydantic_ai.py": ([*ADDS, 'final_result", "arguments": {"total": 7}}\n</tool_call>'], 2, 1),
     "with_langgraph.py": ([*ADDS, "Yes, 7."], 1, 1),
     "with_langgraph.py streaming": ([*ADDS, "Yes, 7."], 1, 1),
     "with_smolagents.py PYTHON": (CODES, 3, 1),  # it adds "Calling tools: ..." to each answer
@@ -64,9 +61,9 @@ AGENTS = {
 class Scripted(Fake):
     """Gives these answers, one after the other."""
 
-    def answer(self, *request):
+    def sample(self, *request):
         left, self.texts = self.texts[1:], self.texts[:1]
-        sampled = super().answer(*request)
+        sampled = super().sample(*request)
         self.texts = left
         return sampled
 

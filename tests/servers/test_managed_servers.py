@@ -6,9 +6,9 @@ import os
 import re
 import signal
 import subprocess
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -37,6 +37,7 @@ from tests.common import (
     ran,
     rollouts,
     skip_without_vllm,
+    wait_until,
 )
 from tests.distributed.test_ports import NO_NAMESPACES, listened
 from tests.distributed.test_waits import exit_code, start, start_ranks, store  # noqa: F401  two fixtures
@@ -70,31 +71,34 @@ def job(tmp_path, monkeypatch):
     """(folder with the stand-in, the job's mark in the environment of what its processes start)."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
-    return tmp_path, mark
+    yield tmp_path, mark
+    assert_none_left(mark)
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
     """Those that were started with this mark and live."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 
 def assert_none_left(mark: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while left := processes_of(mark):
-        assert time.monotonic() < deadline, [process.cmdline() for process in left]
-        time.sleep(0.05)
+    wait_until(lambda: not processes_of(mark), WAIT_S)
 
 
-def servers_of(
-    engine_ranks: int, folder: Path, settings: dict, start_s: float = WAIT_S
-) -> tuple[ManagedServers, World]:
+def await_file(file: Path) -> None:
+    wait_until(file.exists, START_S)
+
+
+def asked(url: str) -> tuple[int, dict]:
+    """The process and the environment of a stand-in."""
+    return httpx.get(url, timeout=WAIT_S).json()
+
+
+def servers_of(engine_ranks: int, folder: Path, settings: dict, start_s: float = WAIT_S):
     """On a training rank; an engine rank does not come back."""
     managed_servers.PROGRAM = [str(folder / "stand_in.py")]
     world = init_distributed(WAIT_S / 2, engine_ranks=engine_ranks)
@@ -105,25 +109,16 @@ def servers_of(
     return own, world
 
 
-def asked(url: str) -> tuple[int, dict]:
-    """The process and the environment of a stand-in."""
-    pid, env = httpx.get(url, timeout=WAIT_S).json()
-    return pid, env
-
-
-def await_file(file: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while not file.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # ---- ranks that are forked from this process, which has the job's store as a launcher has it ------
 
 
-def on_one_node(monkeypatch, ranks: int) -> int:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    return ranks
+@pytest.fixture
+def start_on_one_node(start_ranks, monkeypatch):  # noqa: F811
+    def start(ranks: int, *main):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        return start_ranks(ranks, *main)
+
+    return start
 
 
 def train(args) -> None:
@@ -141,12 +136,12 @@ def train(args) -> None:
 
 
 @pytest.mark.parametrize("how", ["end", "mistake", "interrupt", "kill rank 0", "kill the engine rank"])
-def test_no_server_outlives_its_job(job, start_ranks, monkeypatch, how):  # noqa: F811
+def test_no_server_outlives_its_job(job, start_on_one_node, monkeypatch, how):
     """Of two ranks that train and one with a server, which also has a process of its own."""
     folder, mark = job
     monkeypatch.setattr(managed_servers, "GRACE_S", 1)
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
-    ranks = start_ranks(on_one_node(monkeypatch, 3), train, (how, folder, {"stubborn": "engine" in how}))
+    ranks = start_on_one_node(3, train, (how, folder, {"stubborn": "engine" in how}))
     signal.signal(signal.SIGINT, ignored)
     await_file(folder / "runs")
     assert how == "end" or len(processes_of(mark)) == 3  # server, its child, guard; the kernel knows no mark of a fork
@@ -165,36 +160,32 @@ def test_no_server_outlives_its_job(job, start_ranks, monkeypatch, how):  # noqa
     expected = {"end": [0, 0, 0], "interrupt": [130, 130, 130]}
     if how in expected:
         assert [exit_code(rank) for rank in ranks] == expected[how]
-    assert_none_left(mark)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("what", "message"),
     [
-        ({"fails": True}, "ended with exit code 1 before it could serve: ValueError: out of luck"),
-        ({"sick": True}, "did not answer in time before it could serve: no word"),
+        ("fails", "ended with exit code 1 before it could serve: ValueError: out of luck"),
+        ("sick", "did not answer in time before it could serve: no word"),
     ],
-    ids=["fails", "hangs"],
 )
-def test_a_server_that_does_not_start_is_one_line(job, start_ranks, monkeypatch, settings, message):  # noqa: F811
-    folder, mark = job
+def test_a_server_that_does_not_start_is_one_line(job, start_on_one_node, monkeypatch, what, message):
+    folder, _ = job
     monkeypatch.setattr(managed_servers, "LAST_WORDS_S", 0.5)
 
     def main(_):
-        own, _ = servers_of(1, folder, settings, start_s=2 if "sick" in settings else WAIT_S)
-        own.urls()
+        servers_of(1, folder, {what: True}, start_s=2 if what == "sick" else WAIT_S)[0].urls()
 
-    ranks = start_ranks(on_one_node(monkeypatch, 2), main)
+    ranks = start_on_one_node(2, main)
     assert [exit_code(rank) for rank in ranks] == [2, 2]
     *_, line = (folder / "0").read_text().splitlines()
     assert line.startswith("error: vLLM server 0 (http://127.0.0.1:") and message in line
     assert line.endswith(f"; its log: {folder / 'server_0.log'}")
-    assert_none_left(mark)
 
 
-def test_a_killed_server_starts_again_at_another_port_and_not_for_ever(job, start_ranks, monkeypatch):  # noqa: F811
+def test_a_killed_server_starts_again_at_another_port_and_not_for_ever(job, start_on_one_node, monkeypatch):
     """As one that hangs. Its children go with it. What was healthy for long begins a new row of restarts."""
-    folder, mark = job
+    folder, _ = job
     monkeypatch.setattr(managed_servers, "ANSWERS", {"/is_sleeping": 5})
     monkeypatch.setattr(managed_servers, "LOOK_S", 0.1)
     monkeypatch.setattr(managed_servers, "GRACE_S", 1)  # a stopped process does not end by itself
@@ -204,12 +195,8 @@ def test_a_killed_server_starts_again_at_another_port_and_not_for_ever(job, star
         pid, _ = asked(url)
         child = psutil.Process(pid).children()[0]
         os.kill(pid, by)
-        while own.starts() == [before]:
-            time.sleep(0.01)
-        deadline = time.monotonic() + WAIT_S
-        while is_alive(child.pid):  # the kernel takes its time to end it
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: own.starts() != [before], START_S)
+        wait_until(lambda: not is_alive(child.pid), WAIT_S)  # the kernel takes its time to end it
         assert own.urls() != [url]  # who asks for the one before must not reach this one
         return own.starts()[0]
 
@@ -219,7 +206,7 @@ def test_a_killed_server_starts_again_at_another_port_and_not_for_ever(job, star
         by = [signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL]
         assert [kill(own, by[i] if steady else signal.SIGKILL) for i in range(4)] == [2, 3, 4, 5]
 
-    ranks = start_ranks(on_one_node(monkeypatch, 2), main, True)
+    ranks = start_on_one_node(2, main, True)
     assert [exit_code(rank) for rank in ranks] == [0, 0]
     said = [line for line in (folder / "1").read_text().splitlines() if line.startswith("vLLM server 0")]
     killed = "was killed by signal 9; "
@@ -228,16 +215,15 @@ def test_a_killed_server_starts_again_at_another_port_and_not_for_ever(job, star
     waits = f"waiting for 1 of 1 vLLM server(s) to start; logs: {folder / 'server_0.log'}\n"
     assert waits in (folder / "0").read_text()
     monkeypatch.setattr(managed_servers, "LAST_WORDS_S", 0.5)
-    ranks = start_ranks(2, main, False)
+    ranks = start_on_one_node(2, main, False)
     assert [exit_code(rank) for rank in ranks] == [2, 2]
     assert f"{killed}it was started 3 times in a row before; its log" in (folder / "0").read_text()
-    assert_none_left(mark)
 
 
 @pytest.mark.parametrize("ranks_of_a_server", [1, 2])
-def test_two_engine_ranks_are_two_servers_or_one(job, start_ranks, monkeypatch, ranks_of_a_server):  # noqa: F811
+def test_two_engine_ranks_are_two_servers_or_one(job, start_on_one_node, ranks_of_a_server):
     """Nothing in a server's environment makes it a rank of the job."""
-    folder, mark = job
+    folder, _ = job
 
     def main(_):
         own, _ = servers_of(2, folder, {"tensor_parallel_size": ranks_of_a_server})
@@ -249,9 +235,8 @@ def test_two_engine_ranks_are_two_servers_or_one(job, start_ranks, monkeypatch, 
             assert env["VLLM_API_KEY"] == own.key and env["VLLM_SERVER_DEV_MODE"] == "1"
             assert env["PYTHONPATH"].startswith(str(ROOT))
 
-    ranks = start_ranks(on_one_node(monkeypatch, 3), main)
+    ranks = start_on_one_node(3, main)
     assert [exit_code(rank) for rank in ranks] == [0] * 3
-    assert_none_left(mark)
 
 
 def test_a_server_has_the_gpus_of_its_ranks(monkeypatch):
@@ -323,7 +308,6 @@ def test_nothing_outlives_a_launcher(job):
     assert len(processes_of(mark)) == 1 + 2 + 3  # launcher, ranks, server with its child and its guard
     launcher.kill()
     assert launcher.wait(WAIT_S) != 0
-    assert_none_left(mark)
 
 
 # ---- two nodes -----------------------------------------------------------------------------------
@@ -334,13 +318,12 @@ def test_the_last_node_is_the_engine(job, two_nodes):  # noqa: F811
     """Its server listens on the address between the nodes, and nowhere else."""
     if "unshare" not in two_nodes:
         pytest.skip("needs network namespaces: a second node is not reached on loopback")
-    folder, mark = job
+    folder, _ = job
     (folder / "probe.py").write_text(PROBE)
     more = {"GPUS": "1", "PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
     arguments = [*two_nodes, str(LAUNCH / "torchrun_nodes.sh"), str(folder / "probe.py"), str(folder)]
     ran(subprocess.run(arguments, env=environment() | more, capture_output=True, text=True, timeout=600))
     assert re.fullmatch(r"http://10\.77\.0\.2:\d+ node 0", (folder / "runs").read_text())
-    assert_none_left(mark)
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -405,10 +388,7 @@ if "vllm.entrypoints.openai.api_server" in sys.orig_argv:
 
 def kill_the_server(run: Path, mark: str) -> None:
     """After the first step."""
-    deadline = time.monotonic() + START_S
-    while not (run / "metrics.jsonl").exists() or not metrics(run):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: (run / "metrics.jsonl").exists() and metrics(run), START_S)
     [server] = [p for p in processes_of(mark) if p.cmdline()[1:3] == managed_servers.PROGRAM]
     server.kill()
 

@@ -5,6 +5,7 @@ answers for it. tests/servers/test_server_engine.py has vLLM's own servers, with
 
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from queue import SimpleQueue
 from threading import Event
@@ -39,10 +40,6 @@ def worker_class() -> type:
             self.weights: dict[str, torch.Tensor] = {}
             self.model = SimpleNamespace(load_weights=lambda pairs: self.weights.update(pairs))
 
-        def start_weight_update(self): ...
-
-        def finish_weight_update(self): ...
-
     return Worker
 
 
@@ -56,19 +53,14 @@ class Server:
         in_thread(self.work)
 
     def work(self) -> None:
+        own = self.worker
         acts = {
-            "/init_weight_transfer_engine": lambda info: self.worker.init_transfer_engine(
-                self.worker.init_info_cls(**info["init_info"])
+            "/init_weight_transfer_engine": lambda info: own.init_transfer_engine(
+                own.init_info_cls(**info["init_info"])
             ),
-            "/start_weight_update": lambda _: self.worker.start_weight_update(),
-            "/update_weights": lambda info: self.worker.receive_weights(
-                self.worker.update_info_cls(**info["update_info"])
-            ),
-            "/finish_weight_update": lambda _: self.worker.finish_weight_update(),
-            "/shutdown_weight_transfer_engine": lambda _: self.worker.shutdown(),
-            "/resume": lambda _: None,
-            "/pause": lambda _: None,
-        }
+            "/update_weights": lambda info: own.receive_weights(own.update_info_cls(**info["update_info"])),
+            "/shutdown_weight_transfer_engine": lambda _: own.shutdown(),
+        } | dict.fromkeys(("/start_weight_update", "/finish_weight_update", "/resume", "/pause"), lambda _: None)
         while True:
             path, json, answer = self.orders.get()
             self.at(path)
@@ -122,28 +114,21 @@ def weights(world, monkeypatch, tmp_path):
 
     nccl_on_a_cpu(monkeypatch)
     join = server_weights.join_group
-    for module in (server_weights, worker):  # as on GPUs: the tensors' own device is the CPU
-        monkeypatch.setattr(
-            module,
-            "join_group",
-            lambda store, rank, size, _, *rest: join(store, rank, size, torch.device("cuda", 0), *rest),
-        )
-    monkeypatch.setattr(server_weights, "compute_device", lambda model: torch.device("cpu"))
-    monkeypatch.setattr(server_weights, "_address_towards", lambda urls: "127.0.0.1")
-    monkeypatch.setattr(server_weights, "BUCKET_BYTES", 1)
-    monkeypatch.setattr(server_weights, "SYNC_TIMEOUT_S", LIMIT_S)
-    monkeypatch.setattr(server_weights, "HEALTH_S", 0.05)
-    monkeypatch.setattr(server_weights, "LEAVE_S", 0.5)
+
+    def join_on_gpus(store, rank, size, device, *rest):  # the tensors' own device is the CPU
+        return join(store, rank, size, torch.device("cuda", 0), *rest)
+
+    for module in (server_weights, worker):
+        monkeypatch.setattr(module, "join_group", join_on_gpus)
+    limits = {"BUCKET_BYTES": 1, "SYNC_TIMEOUT_S": LIMIT_S, "HEALTH_S": 0.05, "LEAVE_S": 0.5}
+    functions = {"compute_device": lambda _: torch.device("cpu"), "_address_towards": lambda _: "127.0.0.1"}
+    for name, value in (limits | functions).items():
+        monkeypatch.setattr(server_weights, name, value)
     ends = []
     monkeypatch.setattr(NcclLike, "die", lambda self: ends.append(self))
     ours = ServerWeights.__new__(ServerWeights)
-    ours.servers, ours.dtype, ours.way, ours._group, ours.here = (
-        Servers("a", "b"),
-        torch.float32,
-        "broadcast",
-        None,
-        True,
-    )
+    own = {"dtype": torch.float32, "way": "broadcast", "_group": None, "here": True}
+    vars(ours).update(servers=Servers("a", "b"), **own)
     yield ours
     ours.leave()
     end_all()
@@ -153,11 +138,16 @@ def weights(world, monkeypatch, tmp_path):
 class Stream:
     model = None
 
-    def __init__(self, tensors=None):
-        self.tensors = TENSORS if tensors is None else tensors
-
     def __iter__(self):
-        return iter(self.tensors.items())
+        return iter(TENSORS.items())
+
+
+@contextmanager
+def in_time():
+    """Without waiting for the time limit of a sync."""
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() < begun + LIMIT_S / 2
 
 
 def given(weights: ServerWeights) -> bool:
@@ -183,9 +173,8 @@ def test_a_server_that_dies_in_a_broadcast_costs_no_time_limit(weights):
     assert given(weights)
     dies = weights.servers.all["b"]
     dies.at = lambda path: path == "/update_weights" and dies.killed.set()
-    begun = time.monotonic()
-    assert "b: no vLLM server answers" in weights.give(Stream(), 2)
-    assert time.monotonic() < begun + LIMIT_S / 2
+    with in_time():
+        assert "b: no vLLM server answers" in weights.give(Stream(), 2)
     for before, after in {"a": "a2", "b": "b2"}.items():
         weights.servers.start_anew(before, after)
     assert given(weights)
@@ -195,9 +184,8 @@ def test_a_server_that_dies_while_it_joins(weights):
     """NCCL connects in the first collective: the trainer waits there for a server that never comes."""
     dies = weights.servers.all["b"]
     dies.at = lambda path: dies.killed.set()
-    begun = time.monotonic()
-    assert "b: no vLLM server answers" in weights.give(Stream(), 1)
-    assert time.monotonic() < begun + LIMIT_S / 2
+    with in_time():
+        assert "b: no vLLM server answers" in weights.give(Stream(), 1)
 
 
 def test_a_server_that_was_started_again_between_two_syncs(weights):
@@ -209,9 +197,8 @@ def test_a_server_that_was_started_again_between_two_syncs(weights):
     servers.urls[1] = "b"  # what the engine still knows
     engine.own = SimpleNamespace(states=lambda: [("a", 1), ("b2", 2)])
     servers.begin = lambda coroutine: (coroutine.close(), SimpleNamespace(result=lambda: None))[1]
-    begun = time.monotonic()
-    assert engine._pause() is None and servers.urls == ["a", "b2"] and given(weights)
-    assert time.monotonic() < begun + LIMIT_S / 2
+    with in_time():
+        assert engine._pause() is None and servers.urls == ["a", "b2"] and given(weights)
 
 
 def test_a_server_takes_orders_after_a_trainer_that_never_joined(weights, tmp_path):
@@ -227,5 +214,5 @@ def test_a_server_leaves_the_group_of_a_run_that_was_killed(weights):
     """The trainer said nothing. The next run's first order finds the servers in a group without it."""
     assert given(weights)
     weights._group = None
-    begun = time.monotonic()
-    assert given(weights) and time.monotonic() < begun + LIMIT_S / 2
+    with in_time():
+        assert given(weights)
