@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import random
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from agent import (
 from agent.episode import observation
 from agent.http.program import Agent, call_function
 from agent.metrics import agent_metrics
+from agent.multi_turn import LONG_TEXT
 from agent.request import AsyncRolloutRequest
 from lib import InputError
 from lib.args import MultiTurnArgs
@@ -329,6 +331,25 @@ def test_what_an_interaction_and_a_tools_start_say_is_limited(monkeypatch):
     assert said[1] == f"***{'x' * 37}[... {10**6 - 37} characters left out ...]"
     assert said[2].startswith("Error: add did not start: ") and len(said[2]) < 100
     assert "characters left out" in response_text(out)
+
+
+def test_a_long_text_is_encoded_beside_the_event_loop(monkeypatch):
+    """A short one is not: a thread would cost more."""
+    threads, encode = [], MultiTurn.encode
+
+    def encode_and_note(how, text):
+        threads.append((len(text) > LONG_TEXT, threading.current_thread() is threading.main_thread()))
+        return encode(how, text)
+
+    class Long(User):
+        async def respond(self, messages):
+            return False, "1" * (LONG_TEXT + 1 if len(messages) > 2 else 10), 0.0, {}
+
+    how = settings(interaction=Long, max_tool_output=2 * LONG_TEXT, max_turns=3)
+    monkeypatch.setattr(MultiTurn, "encode", encode_and_note)
+    out, _ = play(how, ["oh</think>a" + END] * 3, T=2 * LONG_TEXT)
+    assert out.non_tensor_batch["num_turns"].tolist() == [3]
+    assert set(threads) == {(True, False), (False, True)}
 
 
 def test_a_template_that_drops_thinking_starts_a_new_segment():

