@@ -245,6 +245,22 @@ def test_a_rank_that_is_killed_is_the_last_line_of_the_others(tmp_path, start_ra
     assert re.match(rf"error: rank 0 in step 7 reward: another rank has ended: {why} \(.*\)$", last)
 
 
+def test_no_line_about_waiting_follows_the_reason(tmp_path, start_ranks, monkeypatch):
+    """The watcher would print one after 0.2 s."""
+    say = lib.distributed.launch.report_mistake
+    monkeypatch.setattr(lib.distributed.launch, "report_mistake", lambda line: (say(line), time.sleep(1)))
+
+    def main(_):
+        init_distributed(6)
+        enter_stage("step 7 reward")
+        os._exit(3)
+
+    [rank] = start_ranks(1, main)
+    assert exit_code(rank) == 3
+    [line] = (tmp_path / "0").read_text().splitlines()
+    assert line.startswith("error: rank 0 in step 7 reward")
+
+
 def in_a_child(function, *args):
     """As processes of a loader or of an environment end."""
     child = multiprocessing.get_context("fork").Process(target=function, args=args)

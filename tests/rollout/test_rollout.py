@@ -46,6 +46,7 @@ from tests.common import (
     give_generation_config,
     parse_flags,
     randomize_lora_b,
+    rollout_batch,
     save_tiny,
     with_slow,
 )
@@ -168,6 +169,20 @@ def test_responses_are_what_the_loss_needs(engine_and_model):
         ids = batch["responses"][i][: lengths[i]].tolist()
         assert (ids[-1] in stop) == (reason == "stop") and not stop & set(ids[:-1])
         assert reason == "stop" or len(ids) == T
+
+
+def test_rollouts_of_several_widths_become_one():
+    wide, narrow = rollout_batch([3, 9, 5], [2, 4, 1]), rollout_batch([4, 2], [7, 6], seed=1)
+    whole = DataProto.concat(lib.rollout.fit_columns([wide, narrow]))
+    t = whole.batch
+    assert t["prompts"].shape == (5, 9) and t["responses"].shape == (5, 7)
+    assert torch.equal(t["input_ids"], torch.cat([t["prompts"], t["responses"]], 1))
+    assert torch.equal(t["attention_mask"][:, 9:], t["response_mask"])
+    for name in ("input_ids", "position_ids"):
+        before = [x.batch[name][x.batch["attention_mask"].bool()] for x in (wide, narrow)]
+        assert torch.equal(t[name][t["attention_mask"].bool()], torch.cat(before))
+    [back] = lib.rollout.fit_columns([whole[:3]])
+    assert all(torch.equal(back.batch[key], wide.batch[key]) for key in ("input_ids", "attention_mask", "responses"))
 
 
 def test_the_engine_gives_its_log_probs_again_for_tokens_that_are_forced_on_it(engine_and_model, tmp_path):
@@ -667,6 +682,26 @@ def test_the_scheduler_for_rollouts_changes_nothing(engine_and_model, monkeypatc
     assert not engine._scheduler._rows
 
 
+def test_other_requests_are_left_to_vllms_scheduler(engine_and_model):
+    engine, _ = engine_and_model
+    if not isinstance(engine, VLLMEngine):
+        pytest.skip("of vLLM")
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
+
+    llm, scheduler = engine.llm.llm_engine, engine._scheduler
+    detection = RepetitionDetectionParams(max_pattern_size=2, min_count=3)
+    special = {"stop": ["a"]}, {"logprobs": 2}, {"repetition_detection": detection}
+    for settings in ({}, {"logprobs": 0, "min_tokens": 3, "top_p": 0.5, "repetition_penalty": 1.1}, *special):
+        for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA):
+            params = engine._params(8, **settings)
+            params.output_kind = kind
+            llm.add_request("a", {"prompt_token_ids": [9, 10]}, params)
+            whole = settings not in special and kind == RequestOutputKind.FINAL_ONLY
+            assert len(scheduler._rows) == whole, (settings, kind)
+            llm.abort_request(["a"])
+            assert not scheduler._rows
+
+
 # ---- the sync that is checked --------------------------------------------------------------------
 def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
     engine, model = engine_and_model
@@ -677,6 +712,8 @@ def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
     with pytest.raises(WeightSyncError, match="version 2 failed"):
         sync_weights(engine, model, 2, tolerance=TOLERANCE)
     engine.version = None
+    with pytest.raises(WeightSyncError, match="no weights"):
+        engine.generate(random_prompts(1), Sampling(2), [1])
 
 
 def test_log_probs_that_are_not_finite_are_the_policys_fault(engine_and_model):
