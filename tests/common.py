@@ -31,24 +31,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import transformers
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import (
-    AutoModel,
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Glm4vConfig,
-    Glm4vProcessor,
-    Idefics3Config,
-    LlavaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen3VLConfig,
-    SmolVLMConfig,
-)
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import lib.cli.flags
 from lib.data.vision import media_hash
@@ -83,9 +68,7 @@ def run_ranks(size: int, fn: Callable, *args) -> list:
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def save_tiny(
-    folder: Path, *, tied: bool = True, seed: int = 0, cls=Qwen2ForCausalLM, config=Qwen2Config, **more
-) -> str:
+def save_tiny(folder: Path, *, tied=True, seed=0, cls=Qwen2ForCausalLM, config=Qwen2Config, **more) -> str:
     """A random two-layer decoder, saved; its path. vLLM on a CPU wants heads of 32 at least."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -155,53 +138,58 @@ IMAGE, VIDEO, BEGIN, END = 100, 101, 102, 103  # ids of the placeholders, and of
 GLM_BEGIN, GLM_END = 98, 99  # around a video of GLM-4V, whose placeholders are those of images
 
 
-def tiny_vision_config(kind: str, tied: bool = False) -> PreTrainedConfig:
+OF_CONFIGS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "glm4v": "Glm4v"}
+OF_CONFIGS |= {"gemma3": "Gemma3", "smolvlm": "SmolVLM", "idefics3": "Idefics3", "llava": "Llava"}
+
+
+def tiny_vision_config(kind: str, tied: bool = False) -> transformers.PreTrainedConfig:
     """The last three have LLaMA as their decoder. Their images, and Gemma's, are of 4 tokens."""
     text: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512}
     text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": tied}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
-    of_qwen = tower | {"num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
-    of_vit = tower | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
-    both = {"tie_word_embeddings": tied, "image_token_id": IMAGE}
-    video = {"video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
-    if kind == "qwen2_vl":
-        tower = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, "depth": 2}
-        of_qwen = {name: of_qwen[name] for name in ("num_heads", "patch_size", "spatial_merge_size")} | tower
-        return Qwen2VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=of_qwen, **both | video)
-    if kind == "glm4v":
-        of_qwen |= {"depth": 2, "image_size": 16}
-        rope |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
-        text["attention_bias"] = True  # what vLLM reads; transformers always has the biases
-        video = {"video_token_id": VIDEO, "video_start_token_id": GLM_BEGIN, "video_end_token_id": GLM_END}
-        video |= {"image_start_token_id": BEGIN, "image_end_token_id": END}
-        return Glm4vConfig(text_config=text | {"rope_parameters": rope}, vision_config=of_qwen, **both | video)
-    if kind == "qwen2_5_vl":
-        of_qwen |= {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-        return Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=of_qwen, **both | video)
-    if kind == "qwen3_vl":
-        of_qwen |= {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-        text["rope_parameters"] = rope | {"mrope_interleaved": True}
-        return Qwen3VLConfig(text_config=text, vision_config=of_qwen, **both | video)
-    if kind == "gemma3":
-        text |= {"sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
-        of_vit |= {"model_type": "siglip_vision_model", "vision_use_head": False}
-        ids = {"mm_tokens_per_image": 4, "boi_token_index": BEGIN, "eoi_token_index": END}
-        return Gemma3Config(text_config=text, vision_config=of_vit, **both | ids)
-    text["model_type"] = "llama"
-    if kind == "llava":
-        of_vit |= {"model_type": "clip_vision_model", "patch_size": 8, "projection_dim": 32}
-        more: dict[str, Any] = {"vision_feature_select_strategy": "default", "vision_feature_layer": -2}
-        return LlavaConfig(text_config=text, vision_config=of_vit, image_seq_length=4, **both | more)
-    cls = {"smolvlm": SmolVLMConfig, "idefics3": Idefics3Config}[kind]
-    return cls(text_config=text, vision_config=of_vit, scale_factor=2, pad_token_id=0, **both)
+    more: dict[str, Any] = {"tie_word_embeddings": tied, "image_token_id": IMAGE}
+    if kind in MROPE:
+        tower |= {"num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "depth": 2}
+        more |= {"video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    else:
+        tower |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
+        text |= {} if kind == "gemma3" else {"model_type": "llama"}
+    match kind:
+        case "qwen2_vl":
+            tower = {name: tower[name] for name in ("num_heads", "patch_size", "spatial_merge_size", "depth")}
+            tower |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+        case "glm4v":
+            tower |= {"image_size": 16}
+            text["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}
+            text["attention_bias"] = True  # what vLLM reads; transformers always has the biases
+            more = {name: id_ for name, id_ in more.items() if not name.startswith("vision_")}
+            more |= {"video_start_token_id": GLM_BEGIN, "video_end_token_id": GLM_END}
+            more |= {"image_start_token_id": BEGIN, "image_end_token_id": END}
+        case "qwen2_5_vl":
+            tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        case "qwen3_vl":
+            tower |= {"depth": 3, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+            text["rope_parameters"]["mrope_interleaved"] = True
+        case "gemma3":
+            text |= {"sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+            tower |= {"model_type": "siglip_vision_model", "vision_use_head": False}
+            more |= {"mm_tokens_per_image": 4, "boi_token_index": BEGIN, "eoi_token_index": END}
+        case "llava":
+            tower |= {"model_type": "clip_vision_model", "patch_size": 8, "projection_dim": 32}
+            more |= {"vision_feature_select_strategy": "default", "vision_feature_layer": -2, "image_seq_length": 4}
+        case "smolvlm" | "idefics3":
+            more |= {"scale_factor": 2, "pad_token_id": 0}
+    return getattr(transformers, f"{OF_CONFIGS[kind]}Config")(text_config=text, vision_config=tower, **more)
 
 
 def tiny_vision(kind: str, folder: Path | None = None, *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
     """A random model of one of VISION, fp32 and in train mode; saved to `folder`, if one is given."""
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(tiny_vision_config(kind, tied), attn_implementation="sdpa")
+    model = transformers.AutoModelForImageTextToText.from_config(
+        tiny_vision_config(kind, tied), attn_implementation="sdpa"
+    )
     for p in model.parameters():  # livelier than the default start, so that errors show
         p.data.add_(0.1 * torch.randn_like(p))
     if folder is not None:
@@ -250,14 +238,14 @@ def _without_layers(kind: str) -> PreTrainedModel:
     config.text_config.num_hidden_layers = config.vision_config.depth = 0
     config.text_config.layer_types = []
     with torch.device("meta"):
-        return AutoModel.from_config(config)
+        return transformers.AutoModel.from_config(config)
 
 
 def vision_types(kind: str, ids: list[int]) -> torch.Tensor:
     """(1, L): 0 for text, 1 for images, 2 for videos."""
     if kind == "glm4v":
         names = SimpleNamespace(image_token_id=IMAGE, video_start_id=GLM_BEGIN, video_end_id=GLM_END)
-        return torch.tensor(Glm4vProcessor.create_mm_token_type_ids(names, [ids]), dtype=torch.int)
+        return torch.tensor(transformers.Glm4vProcessor.create_mm_token_type_ids(names, [ids]), dtype=torch.int)
     return torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in ids]], dtype=torch.int)
 
 
@@ -569,8 +557,6 @@ def with_slow(cases: Iterable, *slow) -> list:
 
 
 # ---- vLLM ----------------------------------------------------------------------------------------
-
-
 def skip_without_vllm() -> None:
     """pytest.importorskip would spend the seconds of the import."""
     if importlib.util.find_spec("vllm") is None:

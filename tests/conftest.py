@@ -23,17 +23,8 @@ settings.register_profile("busy machine", deadline=None, suppress_health_check=[
 settings.load_profile("busy machine")
 
 
-FIRST = (
-    "servers",
-    "rollout",
-    "scripts",
-    "distributed",
-    "model",
-    "tests",
-    "planner",
-    "run",
-    "log",
-)  # folders whose tests start servers and jobs
+# folders whose tests start servers and jobs
+FIRST = ("servers", "rollout", "scripts", "distributed", "model", "tests", "planner", "run", "log")
 
 
 def pytest_addoption(parser):

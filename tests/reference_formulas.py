@@ -37,8 +37,6 @@ def stdev(values) -> float:
 
 
 # ---- rollout correction: what sampled is not what trains -----------------------------------------
-
-
 def clamped(x: float) -> float:
     return min(max(x, -20.0), 20.0)
 
@@ -113,8 +111,6 @@ def correction(c, old: Numbers, rollout: Numbers, mask: list[Token]) -> tuple[Nu
 
 
 # ---- KL and advantages ---------------------------------------------------------------------------
-
-
 def kl_estimate(name: str, new, ref: float, old):
     """joschu.net/blog/kl-approx.html; "+": the gradient of k2. new and old: tensors."""
     d = new - ref
@@ -287,8 +283,6 @@ def grpo_advantages(args, rows, at, rewards, squared_scores, weights) -> tuple[N
 
 
 # ---- masks over the whole step -------------------------------------------------------------------
-
-
 def splitmix64(x: int) -> int:
     """As a signed number."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
@@ -330,8 +324,6 @@ def token_masks(args, kept: list[Token], numbers, old, rollout, entropy, advanta
 
 
 # ---- losses --------------------------------------------------------------------------------------
-
-
 def ppo_clip(a: float, ratio, low: float, high: float, dual: float = math.inf) -> tuple:
     """PPO case by case -> loss, clipped, clipped by the dual clip."""
     if a > 0 and ratio > 1 + high:

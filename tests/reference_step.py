@@ -14,22 +14,8 @@ from typing import Any
 
 import torch
 
-from tests.reference_formulas import (
-    Numbers,
-    Token,
-    correction,
-    grpo_advantages,
-    kl_estimate,
-    mean,
-    ppo_advantages,
-    r_of,
-    rewards_to_go,
-    row_losses,
-    token_masks,
-    token_weight,
-    value_loss,
-    variance,
-)
+from tests import reference_formulas as formulas
+from tests.reference_formulas import Numbers, Token, mean, r_of, variance
 
 
 @dataclass
@@ -132,8 +118,6 @@ def at_tokens(model: Bigram, rows: list[Row], tokens, rollout, truncated: bool =
 
 
 # ---- rewards and groups --------------------------------------------------------------------------
-
-
 def token_rewards(args, row: Row) -> dict[int, float]:
     """By position: of tools, and on the last token those of the scorer and the reward model."""
     last = max(t for t, s in enumerate(row.sampled) if s)
@@ -172,8 +156,6 @@ def sample_groups(args, pool: list[Row], batches: list[list[Row]]) -> tuple[list
 
 
 # ---- the step ------------------------------------------------------------------------------------
-
-
 @dataclass
 class Batch:
     """A step's rows, and what is known of their tokens before the updates."""
@@ -242,7 +224,7 @@ class Trainer:
         if getattr(args, "overlong_filtering", False):
             b.kept = b.counted = filters["overlong"] = [u for u in b.mask if not rows[u[0]].truncated]
         if c.reject or any(x is not None for x in (c.level, c.action, c.bounds, c.batch_normalize)):
-            b.weights, b.kept, metrics = correction(c, b.old, b.rollout, b.kept)
+            b.weights, b.kept, metrics = formulas.correction(c, b.old, b.rollout, b.kept)
             filters["rollout_correction"] = b.kept
         lives = {i for i, _ in b.kept}  # a row that is rejected is in no group
         b.valid = [u for u in b.mask if u[0] in lives]
@@ -251,7 +233,7 @@ class Trainer:
         rewards = {(i, t): r for i in at for t, r in token_rewards(args, rows[i]).items()}
         if args.kl_coef and args.kl_placement == "reward":
             old = {u: torch.tensor(b.old[u], dtype=torch.float64) for u in b.valid}
-            kl = {u: kl_estimate(args.kl_estimator or "k1", x, b.ref[u], x).item() for u, x in old.items()}
+            kl = {u: formulas.kl_estimate(args.kl_estimator or "k1", x, b.ref[u], x).item() for u, x in old.items()}
             rewards = {u: r - self.beta * kl[u] for u, r in rewards.items()}
             mean_kl = mean(mean(kl[i, t] for t in steps) for i, steps in at.items()) if at else 0.0
             metrics |= {"actor/reward_kl": mean_kl, "actor/kl_coef": self.beta}
@@ -263,16 +245,16 @@ class Trainer:
                 excess = max(steps[-1] + 1 - (args.rollout.max_response_length - buffer), 0)
                 rewards[i, steps[-1]] -= excess / buffer * args.overlong_factor
         if self.critic:
-            b.advantages, b.returns = ppo_advantages(args, at, rewards, b.values)
+            b.advantages, b.returns = formulas.ppo_advantages(args, at, rewards, b.values)
             error = [b.returns[u] - b.values[u] for u in b.valid]
             spread = variance(b.returns.values()) if len(error) > 1 else 0.0
             is_spread = spread > 1e-14 * mean(x**2 for x in b.returns.values()) if error else False  # not by rounding
             metrics["critic/explained_variance"] = 1 - variance(error) / spread if is_spread else 0.0
         elif args.adv_estimator:
             scores = {u: x.squared_score for u, x in b.start.items()}
-            b.advantages, b.returns = grpo_advantages(args, rows, at, rewards, scores, b.weights)
+            b.advantages, b.returns = formulas.grpo_advantages(args, rows, at, rewards, scores, b.weights)
         else:
-            b.returns = rewards_to_go(at, rewards)
+            b.returns = formulas.rewards_to_go(at, rewards)
             b.advantages = {u: x - rows[u[0]].greedy_score for u, x in b.returns.items()}
 
         if (zero_variance := getattr(args, "zero_variance", "keep")) != "keep":
@@ -283,7 +265,7 @@ class Trainer:
         entropy = {u: x.entropy.item() for u, x in b.start.items()}
         in_order = sorted(range(len(rows)), key=lambda i: rows[i].uid)
         numbers = {i: number for number, i in enumerate(in_order)}  # by uid, whichever rank has the row
-        selected = token_masks(args, b.kept, numbers, b.old, b.rollout, entropy, b.advantages, self.steps)
+        selected = formulas.token_masks(args, b.kept, numbers, b.old, b.rollout, entropy, b.advantages, self.steps)
         stay, b.cov_keep, b.cov_pick = selected
         if args.mask_settings:
             b.kept = filters["token_masks"] = [u for u in b.kept if u in stay]
@@ -342,7 +324,9 @@ class Trainer:
             log_prob = {u: new[u].log_prob for u in row}
             old = {u: torch.tensor(b.old[u], dtype=torch.float64) for u in row}
             advantages = {u: b.advantages.get(u, 0.0) for u in row}
-            losses, metrics = row_losses(args, row, log_prob, old, b.rollout, advantages, b.cov_keep, b.cov_pick)
+            losses, metrics = formulas.row_losses(
+                args, row, log_prob, old, b.rollout, advantages, b.cov_keep, b.cov_pick
+            )
             for name, numbers in metrics.items():
                 means[f"actor/{name}"] += [float(x) for x in numbers.values()]
             for u in row:
@@ -351,21 +335,21 @@ class Trainer:
                 means["actor/entropy"].append(entropy.item())
                 loss = loss * (1.0 if b.weights is None else b.weights.get(u, 0.0)) - self.entropy_coef * entropy
                 if args.kl_coef and args.kl_placement == "loss":
-                    kl = kl_estimate(args.kl_estimator or "k3+", log_prob[u], b.ref[u], old[u])
+                    kl = formulas.kl_estimate(args.kl_estimator or "k3+", log_prob[u], b.ref[u], old[u])
                     means["actor/ref_kl"].append(kl.item())
                     loss = loss + args.kl_coef * kl
                 if u in trained:
-                    total = total + loss * token_weight(args, len(row), *sizes)
+                    total = total + loss * formulas.token_weight(args, len(row), *sizes)
         return total
 
     def critic_loss(self, b: Batch, mine: list[int], means) -> torch.Tensor:
         tokens, total = [u for u in b.valid if u[0] in mine], self.critic.nothing()
         sizes = len(tokens), len({i for i, _ in tokens})
         for u, v in zip(tokens, self.critic.outputs(b.rows, tokens)[:, 0].unbind()):
-            loss, clipped = value_loss(v, b.values[u], b.returns[u], self.args.cliprange_value)
+            loss, clipped = formulas.value_loss(v, b.values[u], b.returns[u], self.args.cliprange_value)
             means["critic/vf_clipfrac"].append(clipped)
             means["critic/value"].append(v.item())
-            total = total + loss * token_weight(self.args, sum(i == u[0] for i, _ in tokens), *sizes)
+            total = total + loss * formulas.token_weight(self.args, sum(i == u[0] for i, _ in tokens), *sizes)
         return total
 
     def mismatch(self, new: dict[Token, Sampled], rollout: Numbers) -> dict[str, float]:

@@ -18,25 +18,26 @@ LIBRARIES = {
     *("torch", "torch.cuda", "torch.accelerator", "torch.nn.functional", "torch.multiprocessing"),
     *("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.checkpoint"),
     *("transformers.modeling_utils", "transformers.masking_utils", "transformers.conversion_mapping"),
-    *(
-        "datasets.config",
-        "huggingface_hub.constants",
-        "transformers.utils.hub",
-        "vllm.distributed.parallel_state",
-        "vllm.v1.engine.utils",
-        "vllm.platforms",
-    ),
+    *("datasets.config", "huggingface_hub.constants", "transformers.utils.hub"),
+    *("vllm.distributed.parallel_state", "vllm.v1.engine.utils", "vllm.platforms"),
 }
+AUTO = "transformers.models.auto"
 REGISTRIES = {  # {module: the paths of dicts in it}
     "transformers.modeling_utils": ("AttentionInterface._global_mapping",),
     "transformers.masking_utils": ("AttentionMaskInterface._global_mapping",),
-    "transformers.models.auto.configuration_auto": ("CONFIG_MAPPING._extra_content",),
-    "transformers.models.auto.modeling_auto": (
-        "MODEL_MAPPING._extra_content",
-        "MODEL_FOR_CAUSAL_LM_MAPPING._extra_content",
-        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING._extra_content",
+    f"{AUTO}.configuration_auto": ("CONFIG_MAPPING._extra_content",),
+    f"{AUTO}.modeling_auto": tuple(
+        f"MODEL_{of}MAPPING._extra_content" for of in ("", "FOR_CAUSAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_")
     ),
     "vllm.model_executor.models.registry": ("ModelRegistry.models",),
+}
+TORCH = {  # function: the one that says what it has set
+    "set_default_dtype": "get_default_dtype",
+    "set_default_device": "get_default_device",
+    "set_num_threads": "get_num_threads",
+    "set_grad_enabled": "is_grad_enabled",
+    "use_deterministic_algorithms": "are_deterministic_algorithms_enabled",
+    "set_float32_matmul_precision": "get_float32_matmul_precision",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 OF_LIBRARIES = ("VLLM_", "TORCHINDUCTOR_", "TRITON_", "TILELANG_", "PYTORCH_NVML_", "WANDB_SERVICE", "PYTEST_")
@@ -68,16 +69,7 @@ def _path() -> list[str]:
 
 def _torch() -> dict[str, Any]:
     torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    return {
-        "set_default_dtype": torch.get_default_dtype(),
-        "set_default_device": torch.get_default_device(),
-        "set_num_threads": torch.get_num_threads(),
-        "set_grad_enabled": torch.is_grad_enabled(),
-        "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "set_float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
+    return {} if torch is None else {setter: getattr(torch, getter)() for setter, getter in TORCH.items()}
 
 
 def _registries() -> Iterator[tuple[str, dict, dict]]:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import all_runs, comparison, pretrained, vs_trl, vs_trl_learn
+from benchmarks import all_runs, comparison, pretrained, vs_trl_learn
 from benchmarks.curves import ACCURACY
-from benchmarks.vs_trl import METRICS, SETTINGS, WARM_UP, run_plainrl, skewed_lengths, steps_of_run
+from benchmarks.vs_trl import skewed_lengths
 from tests.common import ROOT, fork_module, ran
 
 SMALL = {  # ranks, flags
@@ -23,41 +23,6 @@ def test_the_benchmarks_of_parts_run(name):
     """Each compares the results of its sides before it times them."""
     ranks, flags = SMALL[name]
     ran(fork_module(f"benchmarks.{name}", *flags, ranks=ranks))
-
-
-@pytest.fixture(scope="module")
-def limits(tmp_path_factory):
-    """What two runs of grpo.py have measured, and the record that compares them."""
-    runs, output = [], tmp_path_factory.mktemp("limits") / "limits.json"
-
-    def run(*args, **flags):
-        runs.append(run_plainrl(*args, **flags))
-        return runs[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vs_trl, "LIMITS", {"--max-response-length": (5, 500)})
-        patch.setattr(vs_trl, "run_plainrl", run)
-        vs_trl.limits(("toy",), rounds=1, steps=1, output=output)
-    return runs, json.loads(output.read_text())["toy/--max-response-length"]
-
-
-@pytest.mark.slow
-def test_responses_are_as_long_as_their_prompts_say(limits):
-    [(records, peak), _], _ = limits
-    [step] = steps_of_run(records, SETTINGS["toy"])  # raises where a step's lengths are others
-    assert all(step[key] > 0 for key in ("step", "step_cpu", "rollout", "update"))
-    # from one scoring to the next: its own update, then the rollout of the step after it
-    assert records[WARM_UP]["update"] + records[WARM_UP + 1]["rollout"] < step["step"]
-    assert peak > 100  # MiB: a process that has imported torch
-    with pytest.raises(AssertionError, match="not the same work"):
-        steps_of_run([*records, records[-1] | {"mean_length": 4.5}], SETTINGS["toy"])
-
-
-@pytest.mark.slow
-def test_limits_are_compared_on_the_same_tokens(limits):
-    _, record = limits
-    small, large = record["--max-response-length 5"], record["--max-response-length 500"]
-    assert all(record["ratio"][key] == large[key] / small[key] > 0 for key in METRICS)
 
 
 def test_the_skewed_lengths_are_those_of_the_docstring():

@@ -32,18 +32,14 @@ def save(self, step, batch, outputs, tokenizer):
 
 Run.save_rollouts = save
 """
+OTHERS = "--adv-estimator optimal_token_baseline --rollout-correction.level token --loss clip_cov"
+WITH_TOOLS = " ".join([*TOOLS, "--prompt-sampling skip --adv-estimator gigpo"])
 CASES = {  # flags that add columns, and some of these
-    "grpo": (
-        "--adv-estimator optimal_token_baseline --rollout-correction.level token --loss clip_cov",
-        "squared_score",
-    ),
+    "grpo": (OTHERS, "squared_score"),
     "ppo": ("--loss kl_cov", "values ref_log_prob cov_pick"),
     "remax": ("--kl-coef 0.01", "reward_baselines ref_log_prob"),
     "dapo": ("--overlong-filtering", "truncated is_fresh policy_version"),
-    "grpo with tools": (
-        " ".join([*TOOLS, "--prompt-sampling skip --adv-estimator gigpo"]),
-        "turn_rewards anchor_states turn_numbers num_turns data_row",
-    ),
+    "grpo with tools": (WITH_TOOLS, "turn_rewards anchor_states turn_numbers num_turns data_row"),
 }
 
 
@@ -103,20 +99,17 @@ def test_only_columns_that_are_read_are_gathered():
     batch = trained_batch()
     t = batch.batch
     always = {"response_mask": t["response_mask"].bool(), "token_level_scores": t["token_level_scores"]}
+    always |= {"row": torch.arange(4), "group": torch.tensor([1, 1, 0, 0])}
     for names in ((), ("rollout_log_probs",)):
         expected = always | {name: batch.batch[name] for name in names}
-        expected |= {"row": torch.arange(4), "group": torch.tensor([1, 1, 0, 0])}
         for t in run_ranks(2, gathered, batch, *names):
             assert t.keys() == expected.keys() and all(t[name].equal(expected[name]) for name in t)
 
 
 def test_a_line_of_the_table_pads_gathers_and_saves_a_column(monkeypatch):
-    lines = (
-        Column("teacher", "B, T", "float32", "", "", "always", ": float", -7),
-        Column("lr", "B", "float32", "", saved=": float"),
-        Column("top_k", "B, T, K", "float32", "", "", "always", fill=-7),
-    )
-    for column in lines:
+    of_tokens = Column("teacher", "B, T", "float32", "", "", "always", ": float", -7)
+    of_candidates = Column("top_k", "B, T, K", "float32", "", "", "always", fill=-7)
+    for column in (of_tokens, of_candidates, Column("lr", "B", "float32", "", saved=": float")):
         monkeypatch.setitem(COLUMNS, column.name, column)
     batch = trained_batch()  # its responses have 4, 2, 0 and 5 tokens
     batch.batch["teacher"], batch.batch["lr"] = torch.rand(4, 5), torch.rand(4)

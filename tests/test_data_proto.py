@@ -1,4 +1,5 @@
 import copy
+import io
 import os
 import pickle
 import threading
@@ -33,16 +34,14 @@ quick = settings(max_examples=25)
 def make(rows, offset=0, width=3):
     """Row i is recognisable in every key."""
     ids = torch.arange(rows) + offset
-    return DataProto.from_dict(
-        tensors={
-            "ids": ids,
-            "tokens": ids[:, None] * 10 + torch.arange(width),
-            "mask": ids % 2 == 0,
-            "half": ids.bfloat16(),
-        },
-        non_tensors={"uid": [f"u{i}" for i in ids.tolist()], "raw": [[i, i] for i in ids.tolist()]},
-        meta_info={"eos_token_id": 2},
-    )
+    tensors = {
+        "ids": ids,
+        "tokens": ids[:, None] * 10 + torch.arange(width),
+        "mask": ids % 2 == 0,
+        "half": ids.bfloat16(),
+    }
+    objects = {"uid": [f"u{i}" for i in ids.tolist()], "raw": [[i, i] for i in ids.tolist()]}
+    return DataProto.from_dict(tensors, objects, {"eos_token_id": 2})
 
 
 def rows_of(data):
@@ -62,18 +61,9 @@ def same(a, b):
 
 
 # --- making one
-
-
-def test_equal_lists_become_one_dimensional_objects():
-    data = make(4)
-    assert data.non_tensor_batch["raw"].shape == (4,)
-    assert data.non_tensor_batch["raw"][2] == [2, 2]
-
-
 def test_from_single_dict_sorts_by_type():
-    data = DataProto.from_single_dict(
-        {"a": torch.zeros(2), "b": np.array(["x", "y"], dtype=object)}, meta_info={"t": 1}
-    )
+    columns = {"a": torch.zeros(2), "b": np.array(["x", "y"], dtype=object)}
+    data = DataProto.from_single_dict(columns, meta_info={"t": 1})
     assert list(data.batch.keys()) == ["a"] and list(data.non_tensor_batch) == ["b"] and data.meta_info == {"t": 1}
     with pytest.raises(ValueError, match=r"'c'.*list"):
         DataProto.from_single_dict({"c": [1, 2]})
@@ -85,23 +75,21 @@ def test_the_callers_dicts_are_left_alone():
     assert objects == {"o": [1, 2]} and meta_info == {} and data.is_padding_enabled()
 
 
-@pytest.mark.parametrize(
-    "tensors, arrays, message",
-    [
-        ({"a": torch.zeros(2), "b": torch.zeros(3)}, {}, r"'a': \(2,\), 'b': \(3,\)"),
-        ({"a": torch.tensor(1.0)}, {}, r"'a': \(\)"),
-        ({"a": torch.zeros(2)}, {"o": [1, 2, 3]}, "'o'.*3 rows.*2"),
-        ({}, {"o": [1], "p": [1, 2]}, "'p'.*2 rows.*1"),
-    ],
-)
-def test_inconsistent_rows_are_named(tensors, arrays, message):
+INCONSISTENT = {  # what is said: tensors, objects
+    r"'a': \(2,\), 'b': \(3,\)": ({"a": torch.zeros(2), "b": torch.zeros(3)}, {}),
+    r"'a': \(\)": ({"a": torch.tensor(1.0)}, {}),
+    "'o'.*3 rows.*2": ({"a": torch.zeros(2)}, {"o": [1, 2, 3]}),
+    "'p'.*2 rows.*1": ({}, {"o": [1], "p": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("message", INCONSISTENT)
+def test_inconsistent_rows_are_named(message):
     with pytest.raises(ValueError, match=message):
-        DataProto.from_dict(tensors, arrays)
+        DataProto.from_dict(*INCONSISTENT[message])
 
 
 # --- rows
-
-
 @quick
 @given(rows=ROWS, data=st.data())
 def test_indexing_as_a_list_does(rows, data):
@@ -118,9 +106,8 @@ def test_indexing_as_a_list_does(rows, data):
     i = data.draw(st.integers(-rows, rows - 1))
     item = proto[i]
     assert isinstance(item, DataProtoItem) and item.meta_info == {"eos_token_id": 2}
-    assert (
-        item.batch["tokens"].tolist() == reference[i]["tokens"] and item.non_tensor_batch["uid"] == reference[i]["uid"]
-    )
+    assert item.batch["tokens"].tolist() == reference[i]["tokens"]
+    assert item.non_tensor_batch["uid"] == reference[i]["uid"]
 
 
 @pytest.mark.parametrize("index", [3, -4, [3], torch.tensor([-4]), [True, False], [0.5], [[0, 1]]])
@@ -153,9 +140,7 @@ def test_results_own_their_dicts():
 @given(rows=ROWS, seed=st.integers(0, 99))
 def test_reorder_in_place(rows, seed):
     data, order = make(rows), torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-    assert data.reorder(order) is None
-    assert data.batch["ids"].tolist() == order.tolist()
-    assert data.non_tensor_batch["uid"].tolist() == [f"u{i}" for i in order.tolist()]
+    assert data.reorder(order) is None and rows_of(data) == rows_of(make(rows)[order])
 
 
 @quick
@@ -178,16 +163,12 @@ def test_sample_level_repeat(times):
 def test_gradients_pass_through():
     x = torch.zeros(4, 3, requires_grad=True)
     data = DataProto.from_dict({"x": x})
-    total = sum(
-        d.batch["x"][:, 0].sum() for d in (data.repeat(2), data[[0, 0]], DataProto.concat([data[:2], data[2:]]))
-    )
-    total.backward()
+    for derived in (data.repeat(2), data[[0, 0]], DataProto.concat([data[:2], data[2:]])):
+        derived.batch["x"][:, 0].sum().backward()
     assert x.grad[:, 0].tolist() == [5.0, 3.0, 3.0, 3.0]
 
 
 # --- parts
-
-
 @quick
 @given(rows=st.integers(0, 12), chunks=st.integers(1, 6))
 def test_chunk_and_concat(rows, chunks):
@@ -243,39 +224,24 @@ def test_pad_and_unpad(rows, divisor):
     assert len(padded) % divisor == 0 and 0 <= pad_size < divisor
     assert rows_of(padded) == reference + [reference[i % rows] for i in range(pad_size)]
     same(unpad_dataproto(padded, pad_size), data)
-
-
-@pytest.mark.parametrize("candidate, row", [("first", 0), ("last", 3)])
-def test_padding(candidate, row):
-    data = make(4)
-    data.padding(3, candidate)
-    assert data.batch["ids"].tolist() == [0, 1, 2, 3, row, row, row]
-    assert data.non_tensor_batch["uid"].tolist()[4:] == [f"u{row}"] * 3
+    for candidate, row in (("first", 0), ("last", rows - 1)):
+        padded = make(rows)
+        padded.padding(3, candidate)
+        assert rows_of(padded) == reference + [reference[row]] * 3
 
 
 @quick
-@given(size=st.sampled_from([1, 2, 3, 4, 6, 12]), epochs=st.integers(1, 3))
-def test_iterator_in_order(size, epochs):
-    data = make(12)
-    batches = list(data.make_iterator(size, epochs, seed=1))
-    assert [rows_of(b) for b in batches] == [rows_of(data)[i : i + size] for i in range(0, 12, size)] * epochs
-    assert all(b.meta_info == data.meta_info for b in batches)
-
-
-def test_iterator_shuffled_in_the_order_of_torchs_loader():
-    data, options = make(12), {"shuffle": True}
-    batches = list(data.make_iterator(4, 3, seed=5, dataloader_kwargs=options))
-    loader = DataLoader(range(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))
-    expected = [batch.tolist() for _ in range(3) for batch in loader]
-    assert [b.batch["ids"].tolist() for b in batches] == expected
-    assert expected[:3] != expected[3:6]
-    assert [b.non_tensor_batch["uid"].tolist() for b in batches] == [[f"u{i}" for i in b] for b in expected]
-    assert options == {"shuffle": True}
+@given(size=st.sampled_from([1, 2, 3, 4, 6, 12]), epochs=st.integers(1, 3), shuffle=st.booleans())
+def test_iterator_in_the_order_of_torchs_loader(size, epochs, shuffle):
+    data, options = make(12), {"shuffle": True} if shuffle else None
+    batches = list(data.make_iterator(size, epochs, seed=5, dataloader_kwargs=options))
+    loader = DataLoader(range(12), batch_size=size, shuffle=shuffle, generator=torch.Generator().manual_seed(5))
+    expected = [batch.tolist() for _ in range(epochs) for batch in loader]
+    assert [rows_of(b) for b in batches] == [rows_of(data[b]) for b in expected]
+    assert all(b.meta_info == data.meta_info for b in batches) and options == ({"shuffle": True} if shuffle else None)
 
 
 # --- keys
-
-
 def test_select():
     data = make(3)
     chosen = data.select(["ids"], ["uid"], [])
@@ -312,37 +278,24 @@ def test_rename():
 @quick
 @given(rows=ROWS, keys=st.sets(st.sampled_from(["ids", "tokens", "mask", "half"])))
 def test_union_commutes_and_accepts_equal_values(rows, keys):
-    def left():
-        return make(rows).select(sorted(keys), ["uid"])
-
-    def right():
-        return copy.deepcopy(make(rows)).select(["ids", "half"], ["uid", "raw"])
-
+    left = lambda: make(rows).select(sorted(keys), ["uid"])  # noqa: E731
+    right = lambda: copy.deepcopy(make(rows)).select(["ids", "half"], ["uid", "raw"])  # noqa: E731
     a, b = left().union(right()), right().union(left())
     assert {*a.batch.keys()} == keys | {"ids", "half"}
     same(a, b)
     same(a, a.union(b))
 
 
-def change(data, part, key, value):
-    getattr(data, part)[key] = value
-    return data
+CONFLICTS = [("batch", "ids", torch.tensor([0, 1, 9])), ("batch", "ids", torch.tensor([0.0, 1.0, 2.0]))]
+CONFLICTS += [("batch", "tokens", torch.zeros(3, 2)), ("non_tensor_batch", "raw", np.array([0, 1, 2]))]
+CONFLICTS += [("non_tensor_batch", "uid", np.array(["u0", "u1", "x"], dtype=object))]
+CONFLICTS += [("meta_info", "eos_token_id", 3), ("meta_info", "eos_token_id", torch.ones(2))]
 
 
-@pytest.mark.parametrize(
-    "part, key, value",
-    [
-        ("batch", "ids", torch.tensor([0, 1, 9])),
-        ("batch", "ids", torch.tensor([0.0, 1.0, 2.0])),
-        ("batch", "tokens", torch.zeros(3, 2)),
-        ("non_tensor_batch", "uid", np.array(["u0", "u1", "x"], dtype=object)),
-        ("non_tensor_batch", "raw", np.array([0, 1, 2])),
-        ("meta_info", "eos_token_id", 3),
-        ("meta_info", "eos_token_id", torch.ones(2)),
-    ],
-)
+@pytest.mark.parametrize("part, key, value", CONFLICTS)
 def test_union_conflicts_are_named_and_change_nothing(part, key, value):
-    data, other = make(3), change(make(3), part, key, value)
+    data, other = make(3), make(3)
+    getattr(other, part)[key] = value
     other.batch["new"] = torch.zeros(3)
     with pytest.raises(ValueError, match=rf"{part}\['{key}'\]"):
         data.union(other)
@@ -364,8 +317,6 @@ def test_union_of_nan_negative_zero_and_nested_values():
 
 
 # --- empty ones, description, device
-
-
 def test_empty():
     data = DataProto()
     assert len(data) == 0 and len(data.repeat(3)) == 0 and len(data[[]]) == 0 and data.split(2) == []
@@ -391,23 +342,14 @@ def test_data_info_and_size(capsys):
     data = make(2)
     data.meta_info |= {"list": [1, "a"], "tuple": (1, None), "dict": {"a": [1.0]}, "array": np.zeros(2), "none": {}}
     info = data.get_data_info()
-    for line in (
-        "  tokens: (2, 3) (torch.int64) cpu",
-        "  uid: ndarray(2,) (object)",
-        "  list: list[int|str]",
-        "  tuple: tuple(int, NoneType)",
-        "  dict: dict[str: list[float]]",
-        "  array: ndarray(2,) (float64)",
-        "  none: dict",
-    ):
-        assert line in info.split("\n")
+    lines = ["tokens: (2, 3) (torch.int64) cpu", "uid: ndarray(2,) (object)", "list: list[int|str]", "none: dict"]
+    lines += ["tuple: tuple(int, NoneType)", "dict: dict[str: list[float]]", "array: ndarray(2,) (float64)"]
+    assert {f"  {line}" for line in lines} <= {*info.split("\n")}
     data.print_size("here")
     assert capsys.readouterr().out.startswith(f"here, Size of tensordict: {(16 + 48 + 2 + 4) / 2**30} GB")
 
 
 # --- pickling and files
-
-
 def test_pickle_takes_only_its_own_rows():
     data = make(1000)
     part = pickle.dumps(data[:2])
@@ -419,13 +361,10 @@ def test_pickle_takes_only_its_own_rows():
     same(copy.deepcopy(data), data)
 
 
+KEYS = st.text() | st.integers() | st.none() | st.tuples(st.integers())
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text() | st.integers() | st.none() | st.tuples(st.integers()), inner, max_size=3)
-    ),
+    lambda of: st.lists(of, max_size=3) | st.lists(of, max_size=3).map(tuple) | st.dictionaries(KEYS, of, max_size=3),
     max_leaves=5,
 )
 
@@ -440,19 +379,10 @@ def test_files_hold_plain_values(tmp_path_factory, values, meta):
 
 
 def test_files_hold_arrays_scalars_and_tensors(tmp_path):
-    array = np.arange(6, dtype=np.int16).reshape(2, 3)
-    values = [
-        array,
-        np.float32(0.1),
-        {"!tuple": 1, 3: torch.ones(2, dtype=torch.bfloat16)},
-        np.array(["a", None], dtype=object),
-    ]
-    meta_info = {
-        "nan": float("nan"),
-        "text": np.array(["a", "bc"]),
-        "time": np.datetime64("2024-01-01"),
-        "empty": np.zeros((0, 2)),
-    }
+    array, keyed = np.arange(6, dtype=np.int16).reshape(2, 3), {"!tuple": 1, 3: torch.ones(2, dtype=torch.bfloat16)}
+    values = [array, np.float32(0.1), keyed, np.array(["a", None], dtype=object)]
+    meta_info = {"nan": float("nan"), "text": np.array(["a", "bc"])}
+    meta_info |= {"time": np.datetime64("2024-01-01"), "empty": np.zeros((0, 2))}
     shared = torch.randn(4, 6)
     tensors = {"x": shared[:, ::2], "y": shared, "z": shared, "empty": torch.zeros(4, 0)}
     DataProto.from_dict(tensors, {"o": values, "numbers": np.arange(4)}, meta_info).save_to_disk(tmp_path / "f")
@@ -466,8 +396,7 @@ def test_files_hold_arrays_scalars_and_tensors(tmp_path):
     assert np.isnan(loaded.meta_info["nan"]) and loaded.meta_info["text"].tolist() == ["a", "bc"]
     assert loaded.meta_info["time"] == np.datetime64("2024-01-01") and loaded.meta_info["empty"].shape == (0, 2)
     assert [*loaded.batch.keys()] == [*tensors]
-    for key, x in tensors.items():
-        assert torch.equal(loaded.batch[key], x)
+    assert all(torch.equal(loaded.batch[key], x) for key, x in tensors.items())
 
 
 def with_images(offset=0):
@@ -518,6 +447,20 @@ def test_a_file_holds_what_rows_share_once(tmp_path):
     assert len(load_file(tmp_path / "g")) == len(held)
 
 
+def test_rows_share_images_in_memory_and_when_sent():
+    data = with_images()
+    repeated = data.repeat(8)
+    sent = pickle.dumps(repeated)
+    assert len(sent) < 2 * len(pickle.dumps(data)) + 8 * 4 * 6 * 4 * 8  # images once; positions by row
+    restored = pickle.loads(sent)  # noqa: S301
+    assert media_rows(restored) == media_rows(repeated)
+    assert media_rows(data.select(deepcopy=True)) == media_rows(data)
+    first, second = restored.non_tensor_batch["multi_modal_inputs"][:2]
+    assert first is second
+    assert "multi_modal_inputs" in data.get_data_info() and "multi_modal_inputs" in data[3:].get_data_info()
+    assert len(data.union(with_images()[:])) == 4  # equal values
+
+
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
 def test_images_of_each_mode_go_into_a_file(tmp_path, mode):
     image = Image.linear_gradient("L").resize((7, 5)).convert(mode)
@@ -526,25 +469,6 @@ def test_images_of_each_mode_go_into_a_file(tmp_path, mode):
     assert loaded.mode == mode and loaded.size == (7, 5) and loaded.tobytes() == image.tobytes()
     with pytest.raises(InputError, match=r"non_tensor_batch\['o'\] row 0: a value of type Image cannot be saved"):
         DataProto.from_dict(non_tensors={"o": [image.convert("CMYK")]}).save_to_disk(tmp_path / "f")
-
-
-def test_images_go_with_their_rows():
-    data, rows = with_images(), media_rows(with_images())
-    assert media_rows(data.repeat(2)) == [row for row in rows for _ in range(2)]
-    assert media_rows(data.repeat(2, interleave=False)) == rows * 2
-    assert [media_rows(part) for part in data.split(3)] == [rows[:3], rows[3:]]
-    assert media_rows(data[[3, 0]]) == [rows[3], rows[0]]
-    assert media_rows(DataProto.concat([data[2:], data[:2]])) == rows[2:] + rows[:2]
-    assert media_rows(data.select(deepcopy=True)) == rows
-    repeated = data.repeat(8)
-    sent = pickle.dumps(repeated)
-    assert len(sent) < 2 * len(pickle.dumps(data)) + 8 * 4 * 6 * 4 * 8  # images once; positions by row
-    restored = pickle.loads(sent)  # noqa: S301
-    assert media_rows(restored) == media_rows(repeated)
-    first, second = restored.non_tensor_batch["multi_modal_inputs"][:2]
-    assert first is second
-    assert "multi_modal_inputs" in data.get_data_info() and "multi_modal_inputs" in data[3:].get_data_info()
-    assert len(data.union(with_images()[:])) == 4  # equal values
 
 
 @pytest.mark.parametrize("data", [DataProto(), DataProto.from_dict(non_tensors={"o": [1, "a"]}, meta_info={"a": 1})])
@@ -588,29 +512,20 @@ class Payload:
 
 @pytest.mark.parametrize("how", ["pickle", "torch", "object array", "garbage", "empty", "truncated"])
 def test_a_hostile_or_damaged_file_is_refused_and_executes_nothing(tmp_path, how):
-    path, victim = tmp_path / "f", tmp_path / "executed"
+    path, victim, file = tmp_path / "f", tmp_path / "executed", io.BytesIO()
     make(3).save_to_disk(path)
     good = path.read_bytes()
-    if how == "torch":
-        torch.save(Payload(victim), path)
-    elif how == "object array":
-        path.write_bytes(good.replace(b'{"batch": ["ids"', b'{"bbbbb": ["ids"'))
-    else:
-        contents = {
-            "pickle": pickle.dumps(Payload(victim)),
-            "garbage": b"\xff" * 99,
-            "empty": b"",
-            "truncated": good[:-5],
-        }
-        path.write_bytes(contents[how])
+    torch.save(Payload(victim), file)
+    contents = {"pickle": pickle.dumps(Payload(victim)), "torch": file.getvalue(), "garbage": b"\xff" * 99}
+    contents |= {"empty": b"", "truncated": good[:-5]}
+    contents["object array"] = good.replace(b'{"batch": ["ids"', b'{"bbbbb": ["ids"')
+    path.write_bytes(contents[how])
     with pytest.raises(InputError, match=f"{path}.*not a file of DataProto.save_to_disk"):
         DataProto.load_from_disk(path)
     assert not victim.exists()
 
 
 # --- across ranks, and in the future
-
-
 def gather_rank(rank, store, folder):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.set_num_threads(1)
@@ -668,11 +583,8 @@ def test_future_waits_only_in_get():
 
 
 def test_future_passes_errors_on():
-    def fail():
-        raise OSError("no disk")
-
     with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(OSError, match="no disk"):
-            DataProtoFuture.concat([pool.submit(fail)]).chunk(2)[0].get()
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            DataProtoFuture.concat([pool.submit(open, "nowhere")]).chunk(2)[0].get()
         with pytest.raises(TypeError, match="future 1 gave a int"):
             DataProtoFuture.concat([pool.submit(make, 2), pool.submit(int)]).get()

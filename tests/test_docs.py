@@ -22,36 +22,28 @@ DOCS = [*PAGES, *sorted((ROOT / "papers").glob("*.md"))]
 DOCS += [ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
-SCRIPT_OF = (
-    {page.name: "grpo" for page in PAGES if page.name not in ("your_own.md", "CHANGELOG.md")}
-    | {"README.md": "grpo"}
-    | {f"{name}.md": name for name in SCRIPTS}
-)
+SCRIPT_OF = {page.name: "grpo" for page in PAGES if page.name not in ("your_own.md", "CHANGELOG.md")}
+SCRIPT_OF |= {"README.md": "grpo"} | {f"{name}.md": name for name in SCRIPTS}
 SNIPPET = re.compile(r"`(?:(\w+)\.py )?(--[^`]+)`")  # in a sentence or a table, flags with or without values
 
 
+def files(*rooms: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
+    """Of these folders and all below."""
+    return [path for room in rooms for path in (ROOT / room).rglob("*") if path.suffix in suffixes and path.is_file()]
+
+
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.relative_to(ROOT).as_posix())
-def test_linked_files_hold_the_code_that_is_quoted(doc):
+def test_links_lead_to_files_headings_and_the_code_that_is_quoted(doc):
     """A link to code names a symbol or quotes a line; it has no line number, which would go stale."""
     text = doc.read_text()
     assert re.findall(r"\]\([^)]*#L\d+", text) == []
     for code, file in CODE_LINK.findall(text):
         if code.split("/")[-1] != Path(file).name:  # else the link names the file itself
-            assert code in (doc.parent / file).read_text(), f"{doc.name}: {file} does not contain {code!r}"
-
-
-@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.relative_to(ROOT).as_posix())
-def test_linked_files_exist(doc):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", doc.read_text()):
-        assert (doc.parent / target).exists(), target
-
-
-def test_linked_headings_exist():
-    for doc in DOCS:
-        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", doc.read_text()):
-            page = (doc.parent / target).resolve() if target else doc
-            if page.suffix == ".md":
-                assert anchor in anchors(page), (doc.name, target, anchor)
+            assert code in (doc.parent / file).read_text(), f"{file} does not contain {code!r}"
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        page = (doc.parent / target).resolve() if target else doc
+        assert page.exists(), target
+        assert not anchor or page.suffix != ".md" or anchor in anchors(page), (target, anchor)
 
 
 def anchors(page: Path) -> set[str]:
@@ -67,8 +59,6 @@ def test_the_index_lists_every_page():
 
 
 # ---- flags ---------------------------------------------------------------------------------------
-
-
 def text_of(doc: str) -> str:
     return (ROOT / doc if doc == "README.md" else ROOT / "docs" / doc).read_text()
 
@@ -77,17 +67,19 @@ def args_of(script: str) -> type:
     return importlib.import_module(script).Args
 
 
+def as_flags(names) -> set[str]:
+    return {f"--{name.replace('_', '-')}" for name in names}
+
+
 @cache
 def flags_of(script: str) -> set[str]:
     """As --help writes them, with the prefixes of settings: --multi-turn, --rollout-correction.reject."""
     from lib.cli.flags import walk
 
-    names = {name for name, _, _ in walk(args_of(script)())}
-    prefixes = {name.rsplit(".", depth)[0] for name in names for depth in range(1, name.count(".") + 1)}
-    negated = {
-        re.sub(r"(\w+)$", r"no-\1", name) for name, value, _ in walk(args_of(script)()) if value in (True, False)
-    }
-    return {"--help"} | {f"--{name.replace('_', '-')}" for name in names | prefixes | negated}
+    values = {name: value for name, value, _ in walk(args_of(script)())}
+    prefixes = {name.rsplit(".", depth)[0] for name in values for depth in range(1, name.count(".") + 1)}
+    negated = {re.sub(r"(\w+)$", r"no-\1", name) for name, value in values.items() if value in (True, False)}
+    return {"--help"} | as_flags(values.keys() | prefixes | negated)
 
 
 def choices(script: str, field: str) -> tuple:
@@ -160,15 +152,13 @@ OF_OTHERS = {
 def flags_of_methods() -> set[str]:
     """Those that the diffs of papers/ add."""
     diffs = "".join(file.read_text() for file in ROOT.glob("papers/*.diff"))
-    return {f"--{name.replace('_', '-')}" for name in re.findall(r"^\+    (\w+): ", diffs, flags=re.M)}
+    return as_flags(re.findall(r"^\+    (\w+): ", diffs, flags=re.M))
 
 
 def flags_of_programs() -> set[str]:
     """Of data/, benchmarks/, rewards/ and tools/: parameters, fields of dataclasses and words."""
-    paths = [*(ROOT / "data").glob("*.py"), *(ROOT / "rewards").glob("*.py")]
-    paths += [path for folder in ("benchmarks", "tools") for path in (ROOT / folder).rglob("*.py")]
     names = set()
-    for path in paths:
+    for path in files("data", "rewards", "benchmarks", "tools"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.arg):
                 names.add(node.arg)
@@ -176,14 +166,14 @@ def flags_of_programs() -> set[str]:
                 names.add(node.target.id)
             elif isinstance(node, ast.Constant) and str(node.value).startswith("--"):
                 names.add(node.value.removeprefix("--"))
-    return {f"--{name.replace('_', '-')}" for name in names}
+    return as_flags(names)
 
 
 RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
 RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in older configs
 RENAMED |= {"--export-dtype", "--show-samples", "--no-filter-overlong-prompts"}  # and of docs/defaults.md
 FORMER_SETTINGS = ("--loss-kwargs.", "--adv-kwargs.", "--token-masks.", "--rollout-correction.reject.")
-RENAMED |= {f"--{name.replace('_', '-')}" for name in read_yaml(OTHER_NAMES, "")["defaults.md"]}
+RENAMED |= as_flags(read_yaml(OTHER_NAMES, "")["defaults.md"])
 
 
 def test_flags_that_documents_name_exist():
@@ -197,10 +187,7 @@ def test_flags_that_documents_name_exist():
 def test_flags_that_the_code_names_exist():
     """In help, errors and comments."""
     ours = {flag for script in SCRIPTS for flag in flags_of(script)}
-    paths = [ROOT / f"{script}.py" for script in SCRIPTS]
-    paths += [
-        path for room in ("lib", "agent", "servers", "planner", "rewards") for path in (ROOT / room).rglob("*.py")
-    ]
+    paths = [ROOT / f"{script}.py" for script in SCRIPTS] + files("lib", "agent", "servers", "planner", "rewards")
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
     named = {name for line in lines for name in FLAG.findall(line)}
     assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
@@ -208,15 +195,9 @@ def test_flags_that_the_code_names_exist():
 
 def test_servers_are_started_on_an_address():
     """vLLM's default is all interfaces, and in dev mode it obeys whoever comes."""
-    paths = [
-        ROOT / "README.md",
-        *(
-            path
-            for room in ("docs", "lib", "agent", "servers", "planner", "rewards", "tools")
-            for path in (ROOT / room).rglob("*")
-        ),
-    ]
-    texts = [path.read_text().replace("\\\n", "") for path in paths if path.suffix in (".md", ".py", ".sh")]
+    rooms = ("docs", "lib", "agent", "servers", "planner", "rewards", "tools")
+    paths = [ROOT / "README.md", *files(*rooms, suffixes=(".md", ".py", ".sh"))]
+    texts = [path.read_text().replace("\\\n", "") for path in paths]
     commands = [line for text in texts for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
     assert len(commands) >= 2
     assert [line for line in commands if "--host" not in line] == []
@@ -224,13 +205,9 @@ def test_servers_are_started_on_an_address():
 
 def test_modules_that_commands_name_exist():
     """Of ours: python -m tools.memory, --worker-extension-cls servers.worker.WorkerExtension."""
-    paths = [ROOT / "README.md", ROOT / "Makefile"]
-    paths += [
-        path
-        for room in ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks")
-        for path in (ROOT / room).rglob("*")
-    ]
-    texts = [path.read_text() for path in paths if path.suffix in (".md", ".py", ".sh", "") and path.is_file()]
+    rooms = ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks")
+    paths = [ROOT / "README.md", ROOT / "Makefile", *files(*rooms, suffixes=(".md", ".py", ".sh", ""))]
+    texts = [path.read_text() for path in paths]
     ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|servers|tools|data|benchmarks)(?:\.[a-z_]\w*)+)")
     named = {module for text in texts for module in ours.findall(text)}
     assert {"tools.memory", "tools.page", "servers.worker"} <= named
@@ -239,28 +216,18 @@ def test_modules_that_commands_name_exist():
 
 # ---- metrics ---------------------------------------------------------------------------------------
 
-METRIC = re.compile(
-    r"`((?:actor|agent|async|critic|perf|reward|response_length|rollout|timing_s|training|val)/[^` ]+)`"
-)
+GROUPS = "actor|agent|async|critic|perf|reward|response_length|rollout|timing_s|training|val"
+METRIC = re.compile(rf"`((?:{GROUPS})/[^` ]+)`")
 
 
 def test_metrics_that_troubleshooting_names_are_explained():
     """In the first column of a table, where runs of all scripts look for what they log."""
-    rows = [
-        line.split("|")[1]
-        for page in PAGES
-        for line in page.read_text().splitlines()
-        if line.startswith("| `")
-        if page.name != "troubleshooting.md"
-    ]
+    lines = [line for page in PAGES if page.name != "troubleshooting.md" for line in page.read_text().splitlines()]
+    rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
     explained = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
-    explained |= {
-        f"training/rows_dropped/{reason}" for reason in ("dead", "rollout_correction", "zero_variance", "token_masks")
-    }
-    explained |= {
-        "timing_s/" + stage
-        for stage in ("weight_sync", "rollout", "reward", "log_probs", "advantages", "update", "step")
-    }
+    reasons = ("dead", "rollout_correction", "zero_variance", "token_masks")
+    stages = ("weight_sync", "rollout", "reward", "log_probs", "advantages", "update", "step")
+    explained |= {f"training/rows_dropped/{reason}" for reason in reasons} | {f"timing_s/{stage}" for stage in stages}
     named = set(METRIC.findall(text_of("troubleshooting.md")))
     assert len(named) > 40 and named - explained == set()
 
@@ -275,8 +242,6 @@ def test_each_alert_has_a_section_in_troubleshooting():
 
 
 # ---- data ----------------------------------------------------------------------------------------
-
-
 def test_the_row_of_the_readme_is_one(tmp_path):
     from lib.data import RLHFDataset
     from lib.model import load_tokenizer
@@ -301,8 +266,6 @@ def test_the_code_in_the_readme_is_that_of_grpo():
 
 
 # ---- tables --------------------------------------------------------------------------------------
-
-
 def test_tables_of_algorithms_are_complete():
     from lib.args import groups
     from lib.core_algos import LOSS_AGG_MODES
@@ -336,13 +299,9 @@ def test_the_help_lists_every_estimator_and_loss(script):
 
 
 # ---- templates -----------------------------------------------------------------------------------
-
-
 def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
-    page = text_of("installation.md")
-    assert set(re.findall(r"torch==[\d.]+", page)) == {
-        line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
-    }
+    page, requirements = text_of("installation.md"), (ROOT / "requirements.txt").read_text()
+    assert {*re.findall(r"torch==[\d.]+", page)} == {*re.findall(r"^torch==[\d.]+", requirements, flags=re.M)}
     assert all((ROOT / "tools/launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
 
 

@@ -9,17 +9,8 @@ from pathlib import Path
 
 from tests.common import ROOT
 
-ORDER = ["setup", "run", "log", "reward", "sandbox", "rollout", "model", "data"]
-ORDER += [
-    "distributed",
-    "core_algos",
-    "data_proto",
-    "batch_values",
-    "args",
-    "declared",
-    "columns",
-]
-ORDER += ["sampling", "cli", "manifest"]
+ORDER = "setup run log reward sandbox rollout model data distributed core_algos data_proto batch_values args declared"
+ORDER = [*ORDER.split(), "columns", "sampling", "cli", "manifest"]
 """a room imports those behind it"""
 WINGS = ("agent", "servers", "planner")
 ABOVE = ("rewards", "tools", "data", "benchmarks", "tests")  # lib names scorers as text: lib/reward/scorer.py
@@ -33,11 +24,9 @@ PRIVATE = {
 def imports(file: Path) -> Iterator[tuple[str, str, bool]]:
     """(module, name, inside a function) of every import in the file."""
     tree = ast.parse(file.read_text())
-    inside = {
-        id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
-    }
-    checks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    inside |= {id(node) for check in checks for node in ast.walk(check)}
+    apart = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    apart += [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    inside = {id(node) for part in apart for node in ast.walk(part)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", id(node) in inside) for alias in node.names)
@@ -50,11 +39,11 @@ def room_of(module: str, name: str = "") -> str:
     return parts[0] if parts[0] in WINGS else parts[1] if parts[0] == "lib" and parts[1] in ORDER else ""
 
 
-FILES = {
-    file: room_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    for folder in ("lib", *WINGS)
-    for file in (ROOT / folder).rglob("*.py")
-}
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+
+
+FILES = {file: room_of(module_of(file)) for folder in ("lib", *WINGS) for file in (ROOT / folder).rglob("*.py")}
 
 
 def test_every_file_is_in_a_room_that_the_order_knows():
@@ -96,9 +85,7 @@ def test_only_the_package_that_knows_devices_names_one():
 def test_no_two_files_import_each_other():
     """Nor in a longer circle; imports in functions count, but for those of the wings in lib/setup."""
     graph: dict[str, set[str]] = {}
-    modules = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in FILES if file.name != "__init__.py"
-    }
+    modules = {module_of(file): file for file in FILES if file.name != "__init__.py"}
     for module, file in modules.items():
         named = {name for name, _, inside in imports(file) if room_of(name) not in WINGS or FILES[file] in WINGS}
         graph[module] = {name for name in named if name in modules}

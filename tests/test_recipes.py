@@ -7,7 +7,6 @@ import importlib
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +60,6 @@ def parsed(run: Command, *more: str) -> Any:
 
 
 # ---- figures -------------------------------------------------------------------------------------
-
-
 def dry_run(run: Command, *more: str) -> Any:
     """The flags with --dry-run, from a config of the model's shape."""
     [size] = re.findall(r"Qwen2\.5-([\d.]+B)", run.words[run.words.index("--model") + 1])
@@ -102,8 +99,6 @@ def test_worst_moments_on_other_gpus_are_those_of_today(recipe):
 
 
 # ---- commands ------------------------------------------------------------------------------------
-
-
 def write(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -114,55 +109,39 @@ def numbers(n: int) -> list[dict]:
 
 
 def problems(n: int) -> list[dict]:
-    return [
-        {"problem": f"What is ${i}+2$?", "solution": rf"$\boxed{{{i + 2}}}$", "answer": str(i + 2)} for i in range(n)
-    ]
+    answers = {i: str(i + 2) for i in range(n)}
+    return [{"problem": f"What is ${i}+2$?", "solution": rf"$\boxed{{{x}}}$", "answer": x} for i, x in answers.items()]
 
 
-def copy_of_dapo_math(folder: Path) -> None:
-    def row(i: int) -> dict:
-        prompt = [{"role": "user", "content": f"What is {i}+2?"}]
-        return {"prompt": prompt, "reward_model": {"ground_truth": str(i + 2)}, "extra_info": {"index": f"{i}"}}
-
-    write(folder / "dapo-math-17k.jsonl", [row(i) for i in range(8)])
+def of_dapo_math(i: int) -> dict:
+    prompt = [{"role": "user", "content": f"What is {i}+2?"}]
+    return {"prompt": prompt, "reward_model": {"ground_truth": str(i + 2)}, "extra_info": {"index": f"{i}"}}
 
 
-def copy_of_search_qa(folder: Path) -> None:
-    def row(i: int) -> dict:
-        paragraphs = [[f"River number {i} flows to Port {i}."], ["A town."]]
-        metadata = {"context": {"title": [f"River {i}", "Town"], "sentences": paragraphs}}
-        return {"question": f"Where does river number {i} flow?", "golden_answers": [f"Port {i}"], "metadata": metadata}
-
-    for name in ("nq/train", "nq/test", "hotpotqa/train", "hotpotqa/dev"):
-        write(folder / f"{name}.jsonl", [row(i) for i in range(4)])
+def of_search_qa(i: int) -> dict:
+    paragraphs = [[f"River number {i} flows to Port {i}."], ["A town."]]
+    metadata = {"context": {"title": [f"River {i}", "Town"], "sentences": paragraphs}}
+    return {"question": f"Where does river number {i} flow?", "golden_answers": [f"Port {i}"], "metadata": metadata}
 
 
-def copy_of_mbpp(folder: Path) -> None:
-    def row(i: int) -> dict:
-        return {"task_id": i, "text": f"Add {i}.", "test_list": [f"assert add(1) == {i + 1}"], "test_setup_code": ""}
-
-    for split in ("train", "test"):
-        write(folder / f"{split}.jsonl", [row(i) for i in range(4)])
+def of_mbpp(i: int) -> dict:
+    return {"task_id": i, "text": f"Add {i}.", "test_list": [f"assert add(1) == {i + 1}"], "test_setup_code": ""}
 
 
-def copy_of_taco(folder: Path) -> None:
-    tests = json.dumps({"inputs": ["1\n"], "outputs": ["3\n"]})
-    write(folder / "train.jsonl", [{"question": f"Task {i}: add 2.", "input_output": tests} for i in range(6)])
+def of_taco(i: int) -> dict:
+    return {"question": f"Task {i}: add 2.", "input_output": json.dumps({"inputs": ["1\n"], "outputs": ["3\n"]})}
 
 
-COPIES: dict[str, Callable[[Path], Any]] = {  # data script: writes a small copy of what is on the hub
-    "gsm8k": lambda folder: [write(folder / f"{split}.jsonl", numbers(4)) for split in ("train", "test")],
-    "math": lambda folder: [write(folder / f"{split}.jsonl", problems(8)) for split in ("train", "test")],
-    "math_val": lambda folder: [
-        write(folder / f"{name}.jsonl", problems(2)) for name in ("math500/test", "aime24/train", "aime25/test")
-    ],
-    "dapo_math": copy_of_dapo_math,
-    "countdown": lambda folder: write(
-        folder / "train.jsonl", [{"target": 10 + i, "nums": [4, 5, 1 + i]} for i in range(8)]
-    ),
-    "search_qa": copy_of_search_qa,
-    "mbpp": copy_of_mbpp,
-    "taco": copy_of_taco,
+SEARCHES = ("nq/train", "nq/test", "hotpotqa/train", "hotpotqa/dev")
+COPIES: dict[str, dict[str, list[dict]]] = {  # data script: {file: some rows like those on the hub}
+    "gsm8k": dict.fromkeys(("train", "test"), numbers(4)),
+    "math": dict.fromkeys(("train", "test"), problems(8)),
+    "math_val": dict.fromkeys(("math500/test", "aime24/train", "aime25/test"), problems(2)),
+    "dapo_math": {"dapo-math-17k": [of_dapo_math(i) for i in range(8)]},
+    "countdown": {"train": [{"target": 10 + i, "nums": [4, 5, 1 + i]} for i in range(8)]},
+    "search_qa": {name: [of_search_qa(i) for i in range(4)] for name in SEARCHES},
+    "mbpp": {split: [of_mbpp(i) for i in range(4)] for split in ("train", "test")},
+    "taco": {"train": [of_taco(i) for i in range(6)]},
 }
 SMALLER_DATA = {"countdown": ["--test-size", "2"], "taco": ["--test-size", "2"]}
 
@@ -176,7 +155,8 @@ def make_data(recipe: str, folder: Path) -> None:
     """Runs its data commands on small copies."""
     for script, flags in DATA.findall(recipe):
         copy = folder / "copies" / script
-        COPIES[script](copy)
+        for name, rows in COPIES[script].items():
+            write(copy / f"{name}.jsonl", rows)
         words = in_folder(shlex.split(flags, comments=True), folder)
         main = importlib.import_module(f"data.{script}").main
         tyro.cli(main, args=[*words, "--local-dir", str(copy), *SMALLER_DATA.get(script, [])])

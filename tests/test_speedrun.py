@@ -1,5 +1,6 @@
 """benchmarks/speedrun: entries are in order; tampered records and diffs of other files are not."""
 
+import copy
 import json
 import shlex
 
@@ -89,48 +90,49 @@ def runs(record):
     return record["budgets"]["cpu_120"]["runs"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda record: runs(record).clear(), "needs seeds"),
-        (lambda record: runs(record)[0].__setitem__("accuracy", 0.3), "256 questions"),
-        (lambda record: runs(record)[0].__setitem__("accuracy", 1.5), "256 questions"),
-        (lambda record: runs(record)[0].__setitem__("cpu_seconds", 1.1e6), "more than the budget"),
-        (lambda record: runs(record)[0].__setitem__("seconds", 1.1e6), "more than the budget"),
-        (lambda record: record.__setitem__("diff", "0"), "is not the diff that was measured"),
-    ],
-)
-def test_a_record_that_no_run_wrote_is_rejected(entry, change, message):
+NO_RUN_WROTE = [  # of a run, and what is said
+    ({"accuracy": 0.3}, "256 questions"),
+    ({"accuracy": 1.5}, "256 questions"),
+    ({"cpu_seconds": 1.1e6}, "more than the budget"),
+    ({"seconds": 1.1e6}, "more than the budget"),
+]
+
+
+def test_a_record_that_no_run_wrote_is_rejected(entry):
     folder, record = entry
-    change(record)
-    write(folder, record)
-    with pytest.raises(InputError, match=message):
-        speedrun.check_entry("idea")
+
+    def rejected(changed: dict, message: str, **more) -> None:
+        write(folder, changed, **more)
+        with pytest.raises(InputError, match=message):
+            speedrun.check_entry("idea")
+
+    for number, message in NO_RUN_WROTE:
+        changed = copy.deepcopy(record)
+        runs(changed)[0] |= number
+        rejected(changed, message)
+    runs(changed)[0]["accuracy"] = 1.0
+    rejected(changed, "was edited after its runs", sign=False)
+    runs(changed).clear()
+    rejected(changed, "needs seeds")
+    rejected(record | {"diff": "0"}, "is not the diff that was measured")
 
 
-def test_an_edited_number_is_rejected(entry):
-    folder, record = entry
-    runs(record)[0]["accuracy"] = 1.0
-    write(folder, record, sign=False)
-    with pytest.raises(InputError, match="was edited after its runs"):
-        speedrun.check_entry("idea")
+OTHER_DIFFS = [
+    ("args.optimizer.lr *= 2", "args.optimizer.lr *= 3", "is not the diff that was measured"),
+    ("--- grpo.py", "--- lib/setup.py", "an entry changes grpo.py only"),
+    ("needs, inputs = setup.start(args)", "needs, inputs = setup.started(args)", "does not apply to grpo.py"),
+    ("Twice the learning rate.", "", "describe the idea"),
+    ("+    args.optimizer.lr *= 2\n", "+    args.optimizer.lr *= 2\n" * 61, "at most 60"),
+]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("args.optimizer.lr *= 2", "args.optimizer.lr *= 3", "is not the diff that was measured"),
-        ("--- grpo.py", "--- lib/setup.py", "an entry changes grpo.py only"),
-        ("needs, inputs = setup.start(args)", "needs, inputs = setup.started(args)", "does not apply to grpo.py"),
-        ("Twice the learning rate.", "", "describe the idea"),
-        ("+    args.optimizer.lr *= 2\n", "+    args.optimizer.lr *= 2\n" * 61, "at most 60"),
-    ],
-)
-def test_another_diff_is_rejected(entry, old, new, message):
+def test_another_diff_is_rejected(entry):
     file = entry[0] / "idea.diff"
-    file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(InputError, match=message):
-        speedrun.check_entry("idea")
+    text = file.read_text()
+    for old, new, message in OTHER_DIFFS:
+        file.write_text(text.replace(old, new))
+        with pytest.raises(InputError, match=message):
+            speedrun.check_entry("idea")
 
 
 def test_a_second_run_has_the_accuracy_of_the_record(entry, capsys):
@@ -140,19 +142,16 @@ def test_a_second_run_has_the_accuracy_of_the_record(entry, capsys):
     assert recorded == now != ""
 
 
-@pytest.mark.parametrize(
-    ("again", "message"),
-    [
+def test_claims_that_a_second_run_refutes(monkeypatch):
+    monkeypatch.setattr(speedrun, "QUESTIONS", 256)
+    recorded = {"accuracy": 0.5, "ci_low": 0.44, "ci_high": 0.56, "steps": 40, "seconds": 110, "cpu_seconds": 110}
+    for again, message in (
         ({"accuracy": 0.25, "steps": 40}, "0.250, below the recorded interval$"),
         ({"accuracy": 0.25, "steps": 20}, "is the machine busy"),
         ({"accuracy": 0.75, "steps": 40, "seconds": 140}, "more than the budget"),
-    ],
-)
-def test_claims_that_a_second_run_refutes(again, message, monkeypatch):
-    monkeypatch.setattr(speedrun, "QUESTIONS", 256)
-    recorded = {"accuracy": 0.5, "ci_low": 0.44, "ci_high": 0.56, "steps": 40, "seconds": 110, "cpu_seconds": 110}
-    with pytest.raises(InputError, match=message):
-        speedrun.compare("x", speedrun.BUDGETS["cpu_120"], recorded, recorded | again)
+    ):
+        with pytest.raises(InputError, match=message):
+            speedrun.compare("x", speedrun.BUDGETS["cpu_120"], recorded, recorded | again)
     speedrun.compare("x", speedrun.BUDGETS["cpu_120"], recorded, recorded | {"accuracy": 0.453125})
 
 

@@ -7,22 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.tools.parsers import parse_qwen3_coder
-from rewards import (
-    code,
-)
+from rewards import code
 
-CALLS = [
-    "<function=f>",
-    "<parameter=a>",
-    "</parameter>",
-    "</function>",
-    "\n",
-    " ",
-    "b",
-    "<parameter=c>",
-    "<",
-    "<function=",
-]
+CALLS = ["<function=f>", "<parameter=a>", "</parameter>", "</function>", "\n", " ", "b", "<parameter=c>", "<"]
+CALLS += ["<function="]
 PARAMETER = re.compile(  # quadratic
     r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL
 )

@@ -22,7 +22,7 @@ POLL_S = 0.002
 
 @dataclass
 class Options:
-    """Of ProcessGroupNCCL, as far as they are used."""
+    """Of ProcessGroupNCCL."""
 
     _timeout: timedelta = timedelta(minutes=10)
 

@@ -73,18 +73,20 @@ def equal(ours: list, theirs: list) -> bool:
     return all(is_equal)
 
 
+def of_checkpoint(actor) -> dict:
+    return {"models": {"actor": (actor.module, actor.optimizer)}, "schedulers": {"actor": actor.scheduler}}
+
+
 def both_ways(world, kind: str, path: str, dtype: torch.dtype, folder: str):
     """Two updates with each, and a third that starts from the other's checkpoint."""
     results, actors = [], [trained(world, kind, path, dtype, zero1) for zero1 in (False, True)]
     for actor in actors:
         results.append([x for number in range(UPDATES) for x in update(actor, number)] + state_of(actor))
-        of_checkpoint = {"models": {"actor": (actor.module, actor.optimizer)}, "schedulers": {"actor": actor.scheduler}}
-        save_checkpoint(f"{folder}/{len(results)}", 2, **of_checkpoint, trainer_state={}, keep=0).result()
+        save_checkpoint(f"{folder}/{len(results)}", 2, **of_checkpoint(actor), trainer_state={}, keep=0).result()
     resumed = []
     for other, zero1 in ((2, False), (1, True)):
         actor = trained(world, kind, path, dtype, zero1)
-        of_checkpoint = {"models": {"actor": (actor.module, actor.optimizer)}, "schedulers": {"actor": actor.scheduler}}
-        load_checkpoint(f"{folder}/{other}/step_000002", **of_checkpoint)
+        load_checkpoint(f"{folder}/{other}/step_000002", **of_checkpoint(actor))
         actor.loss_scale = copy.copy(actors[1].loss_scale)
         resumed.append(update(actor, UPDATES) + state_of(actor))
     expected = update(actors[1], UPDATES) + state_of(actors[1])
@@ -93,8 +95,6 @@ def both_ways(world, kind: str, path: str, dtype: torch.dtype, folder: str):
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
 CASES = [(1, "lora", BF16), (1, "frozen", BF16), (1, "critic", FP16), (3, "untied", BF16)]
 SIBLINGS = [(1, "tied", BF16), (1, "untied", FP16), (2, "critic", FP16), (1, "tied", FP32), (2, "tied", FP32)]
 SIBLINGS += [(2, "lora", BF16)]
@@ -127,6 +127,5 @@ def test_auto_takes_zero1_where_flags_and_memory_allow_it(monkeypatch):
         with pytest.raises(InputError, match=f"--sharding zero1 does not work with {flags[0]}"):
             parse_flags(grpo.Args, [*flags, "--sharding", "zero1"])
     forced = parse_flags(grpo.Args, ["--sharding", "zero1"])
-    assert (
-        memory_savers(forced, 8)[0].flag == "--sharding fsdp2" and "--sharding" not in memory_savers(plain, 8)[0].flag
-    )
+    assert memory_savers(forced, 8)[0].flag == "--sharding fsdp2"
+    assert "--sharding" not in memory_savers(plain, 8)[0].flag

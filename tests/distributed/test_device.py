@@ -8,16 +8,6 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from lib.distributed import device as devices
-from lib.distributed import (
-    device_name,
-    device_names,
-    device_rng_state,
-    device_setter,
-    profiler_activities,
-    set_device_rng_state,
-    synchronize,
-    total_memory,
-)
 from lib.setup import get_compute_dtype, use_cores
 from planner.estimate import H100, gpu_here
 
@@ -42,11 +32,11 @@ def gpu(monkeypatch):
 
 
 def test_without_an_accelerator():
-    assert devices.accelerator() is None and device_names() == [] and device_rng_state() is None
-    synchronize(), device_setter()(), set_device_rng_state(torch.ones(1))
+    assert devices.accelerator() is None and devices.device_names() == [] and devices.device_rng_state() is None
+    devices.synchronize(), devices.device_setter()(), devices.set_device_rng_state(torch.ones(1))
     assert gpu_here() == H100
     assert devices.collective_backend(CPU) == "gloo"
-    assert list(profiler_activities(CPU)) == [ProfilerActivity.CPU]
+    assert list(devices.profiler_activities(CPU)) == [ProfilerActivity.CPU]
     assert not devices.has_flash_attention(CPU, torch.bfloat16)
     assert get_compute_dtype("auto", CPU) == torch.float32
 
@@ -55,11 +45,14 @@ def test_with_gpus(gpu):
     assert devices.accelerator() == torch.device("cuda")
     assert devices.collective_backend(CUDA) == "cpu:gloo,cuda:nccl"
     assert get_compute_dtype("auto", CUDA) == torch.bfloat16
-    assert (device_name(CUDA), total_memory(CUDA), device_names()) == ("A100", 80, ["A100"] * 4)
+    assert (devices.device_name(CUDA), devices.total_memory(CUDA), devices.device_names()) == ("A100", 80, ["A100"] * 4)
     assert gpu_here() == ("A100", 80, 312)
     gpu.clear()
-    use_device = device_setter()
-    use_device(), synchronize(), set_device_rng_state(device_rng_state()), set_device_rng_state(None)
+    use_device = devices.device_setter()
+    use_device()
+    devices.synchronize()
+    for state in (devices.device_rng_state(), None):
+        devices.set_device_rng_state(state)
     calls = [("current_device",), ("set_device", 3), ("is_initialized",), ("synchronize",), ("is_initialized",)]
     assert gpu == [*calls, ("get_rng_state",), ("set_rng_state", torch.ones(1))]
 
@@ -67,30 +60,26 @@ def test_with_gpus(gpu):
 def test_an_unused_gpu_is_left_alone(gpu, monkeypatch):
     """The first use of one takes half a GB of it."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    synchronize()
-    assert device_rng_state() is None and not gpu
+    devices.synchronize()
+    assert devices.device_rng_state() is None and not gpu
 
 
-@pytest.mark.parametrize("wanted", ["true", "1"])
-def test_the_launcher_may_ask_for_cpus(gpu, monkeypatch, wanted):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", wanted)
-    assert devices.accelerator() is None
-    device_setter()()
+def test_the_launcher_may_ask_for_cpus(gpu, monkeypatch):
+    """And a Mac computes on its CPU: nobody has tried its accelerator."""
+    for wanted in ("true", "1"):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", wanted)
+        assert devices.accelerator() is None
+    devices.device_setter()()
     assert not gpu
-
-
-def test_an_accelerator_that_nobody_has_tried_is_not_used(monkeypatch):
-    """A Mac computes on its CPU."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     assert devices.accelerator() is None
 
 
 def test_the_memory_of_a_profiled_step(tmp_path, monkeypatch):
     asked = []
-    memory = SimpleNamespace(
-        _record_memory_history=lambda **options: asked.append(options), _dump_snapshot=lambda file: asked.append(file)
-    )
-    monkeypatch.setattr(torch.cuda, "memory", memory)
+    record = {"_record_memory_history": lambda **options: asked.append(options), "_dump_snapshot": asked.append}
+    monkeypatch.setattr(torch.cuda, "memory", SimpleNamespace(**record))
     devices.record_memory(CUDA)
     devices.dump_memory(CUDA, tmp_path / "file")
     assert asked == [{"stacks": "python"}, str(tmp_path / "file"), {"enabled": None}]

@@ -1,20 +1,18 @@
-"""lib/distributed/ and micro-batches of lib/data/: launchers, FSDP2 at 1 and 2 ranks.
+"""lib/distributed/: launchers, ranks that differ, FSDP2 at 1 and 2 ranks. Traps are numbered as in docs/dev/LOG.md.
 
-Traps are numbered as in docs/dev/LOG.md.
-"""
+Loss and gradient on any number of ranks: tests/scripts/test_flag_pairs.py, tests/scripts/test_invariance.py."""
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import write_basic_config
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
@@ -28,37 +26,24 @@ import lib.distributed
 import lib.distributed.launch as launch_module
 import lib.model.load
 from lib import InputError
-from lib.core_algos import agg_loss
-from lib.data import prepare_dynamic_batch
-from lib.distributed import (
-    World,
-    clip_grad_norm,
-    full_tensor,
-    iter_full_params,
-    make_mesh,
-    on_first_rank,
-    set_gradient_sync,
-    shard_model,
-    trainable_parameters,
-    unsharded,
-)
-from lib.model import add_lora, batched_log_probs, load_model, response_log_probs
+from lib.distributed import World, full_tensor, iter_full_params, make_mesh, shard_model, trainable_parameters
+from lib.model import batched_log_probs, load_model, response_log_probs
 from lib.rollout import weight_checksum
 from lib.run import run_config
 from tests.common import (
+    BIN,
     ROOT,
     SMALL,
     command,
+    environment,
     fork_each,
     parse_flags,
-    randomize_lora_b,
     rollout_batch,
     run_ranks,
     save_tiny,
     with_slow,
 )
 
-BIN = Path(sys.executable).parent
 PROMPTS, RESPONSES = [9, 2, 3, 7, 5, 2, 4, 3], [17, 12, 1, 2, 16, 3, 2, 5]  # skewed on purpose
 
 
@@ -87,19 +72,15 @@ ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_processes", "2", "--main
 FSDP_PLUGIN = ["--config_file", str(ROOT / "tools/launch/accelerate_8.yaml"), "--use_fsdp", "--fsdp_version", "2"]
 
 
-def launch(launcher: list[str], script: Path, *args: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, str(script), *args], env=env, capture_output=True, text=True, timeout=600)
-
-
 @pytest.mark.slow
 def test_accelerate_gives_all_ranks_sharding_and_weights(tmp_path):
-    """Traps 2 to 4: separate runs instead of ranks, DDP instead of FSDP2, weights of zero off rank 0. With our
-    file and accelerate's own FSDP, whose variables reach the ranks. torchrun: test_waits.py; python: tests/scripts/."""
+    """Traps 2 to 4: separate runs instead of ranks, DDP instead of FSDP2, weights of zero off rank 0."""
     (tmp_path / "probe.py").write_text(PROBE)
     path = save_tiny(tmp_path / "model")
     total = sum(p.abs().sum().item() for p in AutoModelForCausalLM.from_pretrained(path).parameters())
-    done = launch([*ACCELERATE, *FSDP_PLUGIN], tmp_path / "probe.py", path)
+    start = [*ACCELERATE, *FSDP_PLUGIN, str(tmp_path / "probe.py"), path]
+    env = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(start, env=env, capture_output=True, text=True, timeout=600)
     lines = sorted(re.findall(r"rank \d of \d sharded \w+ weights \d+\.\d{3}", done.stdout))  # ranks may share a line
     expected = [f"rank {r} of 2 sharded True weights {total:.3f}" for r in (0, 1)]
     assert lines == expected, done.stdout + done.stderr
@@ -251,76 +232,7 @@ def test_ranks_that_would_wait_for_one_another_for_ever_end_with_one_line(tmp_pa
     ]
 
 
-# ---- one mini-batch, any number of ranks ---------------------------------------------------------
-
-
-def mini_batch_gradient(
-    world, path, agg_mode, micro_batch_tokens, dtype, no_grad_pass=False, replicas=1, cpu_offload=False
-):
-    """Loss, clipped-gradient norm and gradients of one mini-batch, spread over the ranks as the scripts spread it."""
-    model = shard_model(load_model(path, dtype=dtype), make_mesh(world, replicas), dtype, cpu_offload=cpu_offload)
-    parameters = trainable_parameters(model)
-    batch = rollout_batch(PROMPTS, RESPONSES)[list(range(world.rank, len(PROMPTS), world.size))]
-    mask = batch.batch["response_mask"]
-    counts = torch.tensor([mask.sum(), mask.any(1).sum()])
-    dist.all_reduce(counts)
-    micro_batches, _ = prepare_dynamic_batch(batch, micro_batch_tokens)
-    total = torch.zeros((), dtype=dtype)
-    for i, micro in enumerate(micro_batches):
-        set_gradient_sync(model, i == len(micro_batches) - 1)
-        log_probs, entropy = response_log_probs(model, micro, 0.8)
-        loss = agg_loss(
-            -log_probs * torch.arange(1, log_probs.shape[1] + 1) - 0.1 * entropy,
-            micro.batch["response_mask"],
-            agg_mode,
-            global_tokens=int(counts[0]),
-            global_rows=int(counts[1]),
-            loss_scale_factor=17,
-        )
-        (loss * world.size).backward()
-        total += loss.detach()
-    if no_grad_pass:
-        batched_log_probs(model, batch, 0.8, micro_batch_tokens)
-    dist.all_reduce(total)
-    gradients = [full_tensor(p.grad).clone() for p in parameters]
-    return total, clip_grad_norm(parameters, 1e9), gradients, len(micro_batches)
-
-
-AGG_MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-@pytest.mark.parametrize("agg_mode", with_slow(AGG_MODES, "token-mean", "seq-mean-token-sum-norm"))
-def test_loss_and_gradient_do_not_depend_on_ranks_or_micro_batches(tmp_path, agg_mode):
-    """Traps 6 and 7: means over a rank or a micro-batch, and FSDP's division by the number of ranks.
-
-    rtol 1e-9 of the gradient's norm in fp64 is 5 orders below the smallest of those errors (0.4).
-    """
-    path = save_tiny(tmp_path)
-    loss, norm, gradients, _ = run_ranks(1, mini_batch_gradient, path, agg_mode, 10**6, torch.float64)[0]
-    for size, tokens in ((1, 30), (2, 10**6), (2, 30)):
-        for other_loss, other_norm, other_gradients, n in run_ranks(
-            size, mini_batch_gradient, path, agg_mode, tokens, torch.float64
-        ):
-            assert (n > 1) == (tokens == 30)
-            torch.testing.assert_close(other_loss, loss, rtol=1e-9, atol=0)
-            assert abs(other_norm / norm - 1) < 1e-9
-            error = sum((a - b).square().sum() for a, b in zip(gradients, other_gradients)).sqrt()
-            assert error < 1e-9 * norm
-
-
-def test_loss_and_gradient_of_two_replicas_of_two_shards_are_those_of_one_rank(tmp_path):
-    """rtol as above: gradients of one replica only would be off by the other's share."""
-    path = save_tiny(tmp_path)
-    loss, norm, gradients, _ = run_ranks(1, mini_batch_gradient, path, "token-mean", 10**6, torch.float64)[0]
-    for other_loss, other_norm, other_gradients, n in run_ranks(
-        4, mini_batch_gradient, path, "token-mean", 30, torch.float64, True, 2
-    ):
-        assert n > 1
-        torch.testing.assert_close(other_loss, loss, rtol=1e-9, atol=0)
-        assert abs(other_norm / norm - 1) < 1e-9
-        assert sum((a - b).square().sum() for a, b in zip(gradients, other_gradients)).sqrt() < 1e-9 * norm
-
-
+# ---- shards ----------------------------------------------------------------------------------------
 def replica_layout(world, path):
     model = shard_model(load_model(path), make_mesh(world, 2), torch.float32)
     p = trainable_parameters(model)[0]
@@ -369,109 +281,46 @@ def test_unequal_replicas_are_refused():
         make_mesh(World(0, 4, torch.device("cpu")), 3)
 
 
-@pytest.mark.parametrize("size", with_slow([1, 2], 1))
-def test_offloading_to_cpu_memory_changes_no_number(tmp_path, size, monkeypatch):
-    """On a CPU memory is all the same; the path through FSDP is the offloading one."""
-    policies, shard = set(), lib.distributed.sharding.fully_shard
-
-    def spy(module, *, offload_policy, **options):
-        policies.add(type(offload_policy))
-        return shard(module, offload_policy=offload_policy, **options)
-
-    path, args = save_tiny(tmp_path), ("token-mean", 30, torch.float64, True, 1)
-    monkeypatch.setattr(lib.distributed.sharding, "fully_shard", spy)
-    results = []
+def offloaded_and_not(world, path):
+    sharding, results = lib.distributed.sharding, []
     for offload, policy in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
-        ran = run_ranks(size, lambda *a: (mini_batch_gradient(*a), policies), path, *args, offload)[0]
-        assert ran[1] == {policy}
-        results.append(ran[0])
-    (loss, norm, gradients, _), (plain_loss, plain_norm, plain_gradients, _) = results
-    assert torch.equal(loss, plain_loss) and norm == plain_norm
-    assert all(torch.equal(a, b) for a, b in zip(gradients, plain_gradients, strict=True))
+        with patch.object(sharding, "fully_shard", wraps=sharding.fully_shard) as shard:
+            model = shard_model(load_model(path), make_mesh(world), torch.float32, cpu_offload=offload)
+        assert {type(call.kwargs["offload_policy"]) for call in shard.call_args_list} == {policy}
+        log_probs, _ = response_log_probs(model, rollout_batch(PROMPTS, RESPONSES), 1.0)
+        log_probs.sum().backward()
+        results.append([log_probs.detach(), *(full_tensor(p.grad) for p in trainable_parameters(model))])
+        # FSDP2 keeps the root's whole after a forward without a backward: of a reference, a GiB at 7B during the update
+        batched_log_probs(model, rollout_batch([4, 3], [5, 6]), 1.0, 64)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    return results
 
 
-def test_gradient_norm_is_whole_after_a_forward_without_backward(tmp_path):
-    """Trap 8: such a forward leaves the root's parameters unsharded, and model.parameters() then has no gradients."""
-    path = save_tiny(tmp_path)
-    norms = [
-        run_ranks(2, mini_batch_gradient, path, "token-mean", 30, torch.float32, no_grad_pass)[0][1]
-        for no_grad_pass in (False, True)
-    ]
-    assert norms[0] == norms[1]
+@pytest.mark.parametrize("size", with_slow([1, 2], 1))
+def test_offloading_to_cpu_memory_changes_no_number(tmp_path, size):
+    """On a CPU memory is all the same; the path through FSDP is the offloading one."""
+    for offloaded, plain in run_ranks(size, offloaded_and_not, save_tiny(tmp_path)):
+        assert all(map(torch.equal, offloaded, plain))
 
 
-def bf16_compute(world, path):
-    model = shard_model(load_model(path), make_mesh(world), torch.bfloat16)
-    log_probs, _ = response_log_probs(model, rollout_batch(PROMPTS, RESPONSES), 1.0)
-    log_probs.sum().backward()
-    dtypes = {p.dtype for p in model.parameters()} | {p.grad.dtype for p in trainable_parameters(model)}
-    return dtypes, log_probs.detach()
-
-
-def test_bf16_compute_keeps_fp32_masters_gradients_and_log_probs(tmp_path):
-    path = save_tiny(tmp_path)
-    dtypes, log_probs = run_ranks(2, bf16_compute, path)[0]
-    exact, _ = response_log_probs(load_model(path), rollout_batch(PROMPTS, RESPONSES), 1.0)
-    assert dtypes == {torch.float32} and log_probs.dtype == torch.float32
-    assert 0 < (log_probs - exact).abs().max() < 0.2  # bf16 it was: 8 bits of mantissa on logits of size 5
-
-
-# ---- tied weights, LoRA, whole parameters --------------------------------------------------------
-
-
-def sharded_parameters(world, path, lora):
-    model = load_model(path)
-    if lora:
-        torch.manual_seed(world.rank)
-        add_lora(model, rank=4, alpha=8, seed=3, target_modules=".*(q_proj|v_proj)")
-        randomize_lora_b(model)
-    model = shard_model(model, make_mesh(world), torch.float32)
-    ids = torch.randint(4, 100, (4, 9), generator=torch.Generator().manual_seed(1))[world.rank :: world.size]
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    params = trainable_parameters(model)
-    gradients = [full_tensor(p.grad) for p in params]
-    return tied, all(isinstance(p, DTensor) for p in params), gradients, dict(iter_full_params(model))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_weights_stay_tied_and_whole_parameters_come_back(tmp_path, tied):
-    """Trap 10: a tied embedding in a group of its own comes untied."""
-    path = save_tiny(tmp_path, tied=tied)
-    expected = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    for is_tied, _, _, params in run_ranks(2, sharded_parameters, path, False):
-        assert is_tied == tied
-        assert params.keys() == expected.keys() and all(torch.equal(params[k], expected[k]) for k in params)
-
-
-def unequal_forwards(world, path):
-    model = shard_model(load_model(path), make_mesh(world), torch.float32)
-    ids = torch.arange(4, 12)[None]
-    with torch.no_grad(), unsharded(model):
-        outputs = [model(input_ids=ids).logits for _ in range(1 + 2 * world.rank)]
-    assert all(isinstance(p, DTensor) for p in model.parameters()) and isinstance(model, FSDPModule)
-    model(input_ids=ids, labels=ids).loss.backward()
-    return outputs[0], clip_grad_norm(trainable_parameters(model), 1e9)
-
-
-def test_unsharded_ranks_may_run_different_numbers_of_forwards(tmp_path):
-    (a, norm_a), (b, norm_b) = run_ranks(2, unequal_forwards, save_tiny(tmp_path))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unsharded_ranks_may_run_different_numbers_of_forwards(tmp_path, dtype):
+    """The model computes what it does in shards, and is sharded again, also after an interrupt."""
+    (a, norm_a), (b, norm_b) = run_ranks(2, unsharded_and_again, save_tiny(tmp_path), dtype)
     assert torch.equal(a, b) and norm_a == norm_b
 
 
 def unsharded_and_again(world, path, dtype):
     model, ids = shard_model(load_model(path), make_mesh(world), dtype), torch.arange(4, 12)[None]
     whole = model(input_ids=ids).logits
-    with torch.no_grad(), unsharded(model):
-        same = torch.equal(model(input_ids=ids).logits, whole)
-    with pytest.raises(KeyboardInterrupt), unsharded(model):
+    with torch.no_grad(), lib.distributed.unsharded(model):
+        outputs = [model(input_ids=ids).logits for _ in range(1 + 2 * world.rank)]
+    with pytest.raises(KeyboardInterrupt), lib.distributed.unsharded(model):
         raise KeyboardInterrupt
-    return same, all(isinstance(p, DTensor) for p in model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_whole_model_gives_the_same_logits_and_is_sharded_again_also_after_an_interrupt(tmp_path, dtype):
-    assert run_ranks(1, unsharded_and_again, save_tiny(tmp_path), dtype) == [(True, True)]
+    assert all(isinstance(p, DTensor) for p in model.parameters()) and isinstance(model, FSDPModule)
+    assert all(torch.equal(output, whole) for output in outputs)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return whole.detach(), lib.distributed.clip_grad_norm(trainable_parameters(model), 1e9)
 
 
 def checksums(world, path):
@@ -490,18 +339,13 @@ def test_checksum_is_the_same_for_any_sharding_and_feels_the_last_bit(tmp_path):
     assert one_changed != one[0] and two_changed != two[0]
 
 
-# ---- micro-batches -------------------------------------------------------------------------------
-
-
-def said_by_first_rank(world):
-    def refuse():
-        raise InputError(f"refused by rank {world.rank}")
-
-    answer = on_first_rank(lambda: (world.rank, Path("runs")))
-    with pytest.raises(InputError, match="refused by rank 0"):
-        on_first_rank(refuse)
-    return answer
-
-
 def test_what_the_first_rank_does_or_refuses_all_ranks_learn():
-    assert run_ranks(2, said_by_first_rank) == [(0, Path("runs"))] * 2
+    def ask(world):
+        def refuse():
+            raise InputError(f"refused by rank {world.rank}")
+
+        with pytest.raises(InputError, match="refused by rank 0"):
+            lib.distributed.on_first_rank(refuse)
+        return lib.distributed.on_first_rank(lambda: (world.rank, Path("runs")))
+
+    assert run_ranks(2, ask) == [(0, Path("runs"))] * 2

@@ -4,19 +4,8 @@ import re
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2ForTokenClassification,
-    Qwen2Model,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from lib import InputError
 from lib.distributed import full_tensor, make_mesh, shard_model
@@ -24,7 +13,7 @@ from lib.model import add_lora, load_critic, load_model, response_log_probs, res
 from tests.common import rollout_batch, run_ranks, save_tiny, with_slow
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
-MOE = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig}
+MOE = {"cls": transformers.Qwen3MoeForCausalLM, "config": transformers.Qwen3MoeConfig}
 MOE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -59,40 +48,34 @@ def assert_same_by_shards(path, load, dtype=torch.float64, by_shards=True, lora=
             assert torch.equal(other_outputs, outputs)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"tied": True},
-        pytest.param({"tied": False}, marks=pytest.mark.slow),
-        pytest.param({"cls": LlamaForCausalLM, "config": LlamaConfig}, marks=pytest.mark.slow),
-        {"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "head_dim": 32, "sliding_window": 4},
-    ],
-)
-def test_weights_buffers_and_log_probs_are_those_of_a_whole_load(tmp_path, more):
+LLAMA = {"cls": transformers.LlamaForCausalLM, "config": transformers.LlamaConfig}
+GEMMA3 = {"cls": transformers.Gemma3ForCausalLM, "config": transformers.Gemma3TextConfig}
+GEMMA3 |= {"head_dim": 32, "sliding_window": 4}
+DECODERS = {"tied": {}, "adapters": {}, "untied": {"tied": False}, "llama": LLAMA, "gemma3": GEMMA3}
+
+
+@pytest.mark.parametrize("decoder", with_slow(DECODERS, "untied", "llama"))
+def test_weights_buffers_and_log_probs_are_those_of_a_whole_load(tmp_path, decoder):
     """Trap 9: rotary tables and embedding scales of a model made empty are garbage."""
-    path = save_tiny(tmp_path, **more)
-    GenerationConfig(eos_token_id=[5, 7]).save_pretrained(path)
-    assert_same_by_shards(path, load_model)
-
-
-def test_with_adapters(tmp_path):
-    assert_same_by_shards(save_tiny(tmp_path), load_model, lora=True)
+    path = save_tiny(tmp_path, **DECODERS[decoder])
+    transformers.GenerationConfig(eos_token_id=[5, 7]).save_pretrained(path)
+    assert_same_by_shards(path, load_model, lora=decoder == "adapters")
 
 
 @pytest.mark.parametrize("dtype", with_slow([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_a_bf16_checkpoint_of_several_files(tmp_path, dtype):
     path = save_tiny(tmp_path / "fp32")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "bf16", max_shard_size="50KB")
     assert len(list((tmp_path / "bf16").glob("*.safetensors"))) > 2
     assert_same_by_shards(str(tmp_path / "bf16"), load_model, dtype)
 
 
-@pytest.mark.parametrize("cls", with_slow([None, Qwen2ForTokenClassification], Qwen2ForTokenClassification))
-def test_a_critic_with_and_without_its_head(tmp_path, cls):
+@pytest.mark.parametrize("has_head", with_slow([False, True], True))
+def test_a_critic_with_and_without_its_head(tmp_path, has_head):
     """Two ranks split a head of one row: one of them has none."""
-    path = save_tiny(tmp_path, cls=cls, num_labels=1) if cls else save_tiny(tmp_path)
-    assert_same_by_shards(path, load_critic)
+    critic = {"cls": transformers.Qwen2ForTokenClassification, "num_labels": 1}
+    assert_same_by_shards(save_tiny(tmp_path, **critic if has_head else {}), load_critic)
 
 
 def to_bin(path):
@@ -111,9 +94,7 @@ def without_prefix(path):
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    "change", with_slow([to_bin, both_tied_names, without_prefix], both_tied_names, without_prefix)
-)
+@pytest.mark.parametrize("change", with_slow([to_bin, *(OTHERS := [both_tied_names, without_prefix])], *OTHERS))
 def test_other_files_are_read_whole(tmp_path, change):
     path = save_tiny(tmp_path)
     change(tmp_path)
@@ -123,7 +104,7 @@ def test_other_files_are_read_whole(tmp_path, change):
 def test_experts_that_transformers_fuses_are_read_whole_and_fused_ones_by_shards(tmp_path, capfd):
     """fp32: torch's product of experts has no fp64."""
     path, fused = save_tiny(tmp_path / "model", **MOE), str(tmp_path / "fused")
-    AutoModelForCausalLM.from_pretrained(path).save_pretrained(fused, save_original_format=False)
+    transformers.AutoModelForCausalLM.from_pretrained(path).save_pretrained(fused, save_original_format=False)
     capfd.readouterr()
     assert_same_by_shards(path, load_model, torch.float32, by_shards=False)
     said = capfd.readouterr().out
@@ -132,14 +113,22 @@ def test_experts_that_transformers_fuses_are_read_whole_and_fused_ones_by_shards
     assert "converted" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("load", "save"),
-    [
-        (load_model, lambda p: save_tiny(p, cls=Qwen2Model, tied=False)),
-        (load_model, lambda p: truncate_config(p)),
-        (load_critic, lambda p: save_tiny(p, cls=Qwen2ForTokenClassification, num_labels=3)),
-    ],
-)
+def another_width(folder):
+    """A config that asks for another than the weights have."""
+    path = save_tiny(folder)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(re.sub(r'"intermediate_size": \d+', '"intermediate_size": 80', text))
+    return path
+
+
+WRONG_FILES = [
+    (load_model, lambda p: save_tiny(p, cls=transformers.Qwen2Model, tied=False)),
+    (load_model, another_width),
+    (load_critic, lambda p: save_tiny(p, cls=transformers.Qwen2ForTokenClassification, num_labels=3)),
+]
+
+
+@pytest.mark.parametrize(("load", "save"), WRONG_FILES)
 def test_wrong_files_are_refused_in_the_same_line(tmp_path, load, save):
     path, lines = save(tmp_path), []
     for on_meta in (False, True):
@@ -147,11 +136,3 @@ def test_wrong_files_are_refused_in_the_same_line(tmp_path, load, save):
             load(path, on_meta=on_meta)
         lines.append(str(error.value))
     assert lines[0] == lines[1] and "\n" not in lines[0]
-
-
-def truncate_config(folder):
-    """A config that asks for another width than the weights have."""
-    path = save_tiny(folder)
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(re.sub(r'"intermediate_size": \d+', '"intermediate_size": 80', text))
-    return path

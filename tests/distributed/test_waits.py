@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,20 +24,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 import lib.distributed
-from lib.distributed import (
-    enter_stage,
-    init_distributed,
-    make_mesh,
-    make_row_group,
-    new_cpu_group,
-    new_cpu_subgroup,
-    note_waits_in,
-    run,
-    shard_model,
-    start_step,
-    timed,
-    wait_for_all,
-)
+from lib.distributed import enter_stage, init_distributed, make_mesh, run, start_step, timed
 from lib.model import load_model
 from tests.common import (
     ONE_NODE,
@@ -52,9 +40,8 @@ from tests.common import (
 WAIT_S = 60  # for what has to come in that time at the latest
 BEGIN_S = 20  # for a fork, which takes milliseconds
 
+
 # ---- ranks that are forked from this process, which has the job's store as a launcher has it ------
-
-
 @pytest.fixture
 def store():
     """In a list, from which a test may take it."""
@@ -104,7 +91,7 @@ def rank_1_is_missing(args):
     timeout, what_it_does, *folder = args
     world = init_distributed(timeout)
     if folder:
-        note_waits_in(folder[0] / f"waits_of_{world.rank}")
+        lib.distributed.note_waits_in(folder[0] / f"waits_of_{world.rank}")
     start_step(7)
     with timed("rollout"):
         if world.rank == 1:
@@ -154,7 +141,7 @@ def test_loading_a_model_may_take_longer_than_a_stage(tmp_path, start_ranks, mon
 
     def load_and_train(_):
         world = init_distributed(1)
-        model = shard_model(load_model(path, on_meta=True), make_mesh(world), torch.float32)
+        model = lib.distributed.shard_model(load_model(path, on_meta=True), make_mesh(world), torch.float32)
         assert lib.distributed.reduced._stage[0] == "start"
         assert len(list(model.parameters())) > 0
 
@@ -172,14 +159,15 @@ def test_the_time_limit_holds_in_every_group(start_ranks):
         lib.distributed.collectives._timeout = timedelta(seconds=2)  # groups must connect within it, too
         replicas, tensor = make_mesh(world, replicas=2), make_mesh(world, tensor_parallel=2)
         groups = [replicas.get_group("replicate"), replicas.get_group("shard"), tensor.get_group("tensor")]
-        groups += [make_row_group(world, replicas, 2).ranks, new_cpu_group(), new_cpu_subgroup(2)]
+        groups += [lib.distributed.new_cpu_group(), lib.distributed.new_cpu_subgroup(2)]
+        groups += [lib.distributed.make_row_group(world, replicas, 2).ranks]
         if world.rank == 0:
             start = time.monotonic()
             for work in [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in groups]:
                 with pytest.raises(RuntimeError):
                     work.wait()
             assert time.monotonic() - start < WAIT_S
-        wait_for_all()
+        lib.distributed.wait_for_all()
 
     assert [exit_code(rank) for rank in start_ranks(4, in_every_group)] == [0] * 4
 
@@ -242,8 +230,6 @@ def test_a_new_start_finds_no_ranks_of_the_last_in_the_store(start_ranks):
 
 
 # ---- the end of one rank -------------------------------------------------------------------------
-
-
 def test_a_rank_that_is_killed_is_the_last_line_of_the_others(tmp_path, start_ranks):
     def main(_):
         world = init_distributed(WAIT_S)
@@ -275,12 +261,6 @@ def test_no_line_about_waiting_follows_the_reason(tmp_path, start_ranks, monkeyp
     assert line.startswith("error: rank 0 in step 7 reward")
 
 
-def in_a_thread(function, *args):
-    thread = threading.Thread(target=function, args=args)
-    thread.start()
-    thread.join()
-
-
 def in_a_child(function, *args):
     """As processes of a loader or of an environment end."""
     child = multiprocessing.get_context("fork").Process(target=function, args=args)
@@ -291,7 +271,11 @@ def in_a_child(function, *args):
 
 WAYS_OUT = {  # what user code does; the rank's exit code; what the run says, if anything
     "os._exit(0)": (lambda: os._exit(0), 1, r"the run was ended by os\._exit\(0\) in .*/test_waits.py:\d+"),
-    "in a thread": (lambda: in_a_thread(os._exit, 0), 1, r"the run was ended by os\._exit\(0\) in .*"),
+    "in a thread": (
+        lambda: ThreadPoolExecutor(1).submit(os._exit, 0).result(),
+        1,
+        r"the run was ended by os\._exit\(0\) in .*",
+    ),
     "os._exit(256)": (lambda: os._exit(256), 1, r"the run was ended by os\._exit\(256\) in .*"),
     "os._exit(3)": (lambda: os._exit(3), 3, r"the run was ended by os\._exit\(3\) in .*"),
     "sys.exit()": (lambda: sys.exit(), 1, r"the run was ended by sys\.exit\(\) in .*/test_waits.py:\d+"),
@@ -302,27 +286,20 @@ WAYS_OUT = {  # what user code does; the rank's exit code; what the run says, if
 }
 
 
-def take_the_way_out(args):
-    way, last_rank = args
-    world = init_distributed()
+def take_the_way_out(way):
+    init_distributed()
     enter_stage("step 7 rollout")
-    if world.rank == last_rank:
-        WAYS_OUT[way][0]()
+    WAYS_OUT[way][0]()
 
 
 @pytest.mark.parametrize("way", WAYS_OUT)
 def test_user_code_that_ends_the_process_is_reported_and_never_with_exit_code_0(tmp_path, start_ranks, way):
     _, code, said = WAYS_OUT[way]
-    [rank] = start_ranks(1, take_the_way_out, (way, 0))
+    [rank] = start_ranks(1, take_the_way_out, way)
     assert exit_code(rank) == code
     lines = (tmp_path / "0").read_text().splitlines()
     assert len(lines) == (said is not None)
     assert said is None or re.fullmatch(f"error: rank 0 in step 7 rollout: {said}", lines[0])
-
-
-def test_the_exit_of_another_rank_is_reported_too(tmp_path, start_ranks):
-    assert exit_code(start_ranks(2, take_the_way_out, ("os._exit(0)", 1))[1]) == 1
-    assert "error: rank 1 in step 7 rollout: the run was ended by os._exit(0)" in (tmp_path / "1").read_text()
 
 
 def full(_):
@@ -333,21 +310,13 @@ def interrupt(_=None):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-class InterruptedDestructor:
-    __del__ = interrupt
-
-
 def interrupt_a_destructor(_):
-    InterruptedDestructor()
+    type("Interrupted", (), {"__del__": interrupt})()
     time.sleep(WAIT_S)
 
 
 ONE_LINES = {
-    "a full disk": (
-        full,
-        1,
-        r"error: rank 0 in .*: \[Errno 28\] No space left on device: 'runs/x/file'; make room, .*",
-    ),
+    "a full disk": (full, 1, r"error: rank 0 in .*: \[Errno 28\] No space left on .*: 'runs/x/file'; make room, .*"),
     "Ctrl-C": (interrupt, 130, "interrupted"),
     "Ctrl-C in a destructor": (interrupt_a_destructor, 130, "interrupted"),
 }
@@ -364,8 +333,7 @@ def test_an_early_end_is_one_line(tmp_path, start_ranks, what):
 
 
 def test_a_closed_terminal_does_not_end_the_run(start_ranks):
-    [rank] = start_ranks(1, lambda _: os.kill(os.getpid(), signal.SIGHUP))
-    assert exit_code(rank) == 0
+    assert exit_code(*start_ranks(1, lambda _: os.kill(os.getpid(), signal.SIGHUP))) == 0
 
 
 def test_stages_that_end_may_take_longer_together(start_ranks):
@@ -374,11 +342,12 @@ def test_stages_that_end_may_take_longer_together(start_ranks):
         for step in range(12):
             start_step(step)
             with timed("rollout"):
+                assert lib.distributed.reduced._stage[0] == f"step {step} rollout"
                 time.sleep(0.7)
                 dist.barrier()
+            assert lib.distributed.reduced._stage[0] == f"step {step} after rollout"
 
-    ranks = start_ranks(2, steps)
-    assert [exit_code(rank) for rank in ranks] == [0, 0]
+    assert [exit_code(rank) for rank in start_ranks(2, steps)] == [0, 0]
 
 
 def test_a_debuggers_prompt_may_stay(tmp_path, start_ranks):
@@ -388,8 +357,7 @@ def test_a_debuggers_prompt_may_stay(tmp_path, start_ranks):
         threading.Timer(2, os.write, (fingers, b"continue\n")).start()
         pdb.Pdb(stdin=os.fdopen(keyboard), stdout=sys.stderr).set_trace()
 
-    [rank] = start_ranks(1, debug)
-    assert exit_code(rank) == 0
+    assert exit_code(*start_ranks(1, debug)) == 0
 
 
 def test_without_a_time_limit_nobody_watches(start_ranks):
@@ -397,15 +365,7 @@ def test_without_a_time_limit_nobody_watches(start_ranks):
         init_distributed()
         assert threading.active_count() == 1
 
-    [rank] = start_ranks(1, count_threads)
-    assert exit_code(rank) == 0
-
-
-def test_timed_blocks_are_stages():
-    start_step(3)
-    with timed("rollout"):
-        assert lib.distributed.reduced._stage[0] == "step 3 rollout"
-    assert lib.distributed.reduced._stage[0] == "step 3 after rollout"
+    assert exit_code(*start_ranks(1, count_threads)) == 0
 
 
 # ---- launchers -----------------------------------------------------------------------------------
@@ -438,37 +398,20 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen:
     return subprocess.Popen(arguments, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT)
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """jobs(launcher, what happens to rank 1 of 2): the job, its log."""
-    folder = tmp_path_factory.mktemp("jobs")
+def job_of(launcher: list[str], what_happens: str, folder: Path) -> tuple[subprocess.Popen, Path]:
+    """Two ranks of PROBE, and their log. what_happens: to rank 1."""
     (folder / "probe.py").write_text(PROBE)
-
-    def job(launcher: list[str], name: str) -> tuple[subprocess.Popen, Path]:
-        log = folder / name
-        return start([*launcher, str(folder / "probe.py"), name, f"{log}-"], log), log
-
-    return job
+    log = folder / what_happens
+    return start([*launcher, str(folder / "probe.py"), what_happens, f"{log}-"], log), log
 
 
 def pid_of(rank: int, log: Path) -> int:
     return int(log.with_name(f"{log.name}-{rank}").read_text())
 
 
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_job_within_a_minute_and_is_named(jobs):
-    """`accelerate launch` starts ranks by torchrun's agent."""
-    job, log = jobs(TORCHRUN, "SIGKILL")
-    assert job.wait(WAIT_S) != 0
-    assert not psutil.pid_exists(pid_of(0, log)) and not psutil.pid_exists(pid_of(1, log))
-    cause = log.read_text().split("Root Cause")[1]
-    assert re.search(r"rank +: 1 ", cause) and "Signal 9 (SIGKILL)" in cause
-    assert "warning: the launcher's store listens on all network interfaces" in log.read_text()
-
-
-def test_the_end_of_the_launcher_ends_its_ranks_at_once(jobs):
+def test_the_end_of_the_launcher_ends_its_ranks_at_once(tmp_path):
     """Also where the store is not the launcher's. Rank 0 waits in a collective, until its watcher sees it."""
-    job, log = jobs(ONE_NODE, "orphaned")
+    job, log = job_of(ONE_NODE, "orphaned", tmp_path)
     assert job.wait(WAIT_S) == -signal.SIGKILL
     deadline = time.monotonic() + WAIT_S
     while any(psutil.pid_exists(pid_of(rank, log)) for rank in (0, 1)) and time.monotonic() < deadline:
@@ -481,9 +424,9 @@ def test_the_end_of_the_launcher_ends_its_ranks_at_once(jobs):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_ends_the_job_at_the_deadline_and_the_launcher_repeats_the_reason(jobs):
+def test_a_stopped_rank_ends_the_job_at_the_deadline_and_the_launcher_repeats_the_reason(tmp_path):
     """The launcher would wait another half minute for the stopped rank to follow SIGTERM."""
-    job, log = jobs(TORCHRUN, "SIGSTOP")
+    job, log = job_of(TORCHRUN, "SIGSTOP", tmp_path)
     deadline = time.monotonic() + WAIT_S
     while "closing signal SIGTERM" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -493,9 +436,6 @@ def test_a_stopped_rank_ends_the_job_at_the_deadline_and_the_launcher_repeats_th
     assert not psutil.pid_exists(pid_of(0, log)) and not psutil.pid_exists(pid_of(1, log))
     cause = log.read_text().split("Root Cause")[1]
     assert "exitcode  : 124" in cause and "StageTimeout: rank 0 ends after 8 s in step 3 reward; rank 1: " in cause
-
-
-# ---- scripts -------------------------------------------------------------------------------------
 
 
 def test_a_scorer_that_hangs_in_the_training_process_ends_the_run(tmp_path):

@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lib.distributed import World
 from planner.fake_gpu import register_fake_gpu
-from tests.common import FORKSERVER, run_ranks
+from tests.common import FORKSERVER, ROOT, run_ranks
 
-ROOT = Path(__file__).parent.parent.parent
+OURS = {ROOT / room for room in ("lib", "agent", "servers", "planner")}
 GPU = torch.device("cpu")  # in the process of `on_gpu`: gpu:0
 # what the host waits for, besides copies: the size of a result, or a value
 WAITS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "repeat_interleave"}
@@ -48,9 +48,7 @@ def note(kind: str, what: str, source: torch.Tensor | None = None) -> None:
     frame, place = sys._getframe(1), "outside"
     while frame is not None and place == "outside":
         file = Path(frame.f_code.co_filename)
-        if (
-            file.parent == ROOT or {ROOT / room for room in ("lib", "agent", "servers", "planner")} & {*file.parents}
-        ) and file.name not in CALLED:
+        if (file.parent == ROOT or OURS & {*file.parents}) and file.name not in CALLED:
             name = frame.f_code.co_qualname.partition(".<locals>")[0].rpartition(".")[2]
             place = f"{file.relative_to(ROOT)} {name}"
         frame = frame.f_back

@@ -27,7 +27,7 @@ from lib.rollout.weight_sync import CheckedStream, weight_checksum
 from lib.run.checkpoint import load_checkpoint, save_checkpoint
 from lib.run.export import export_hf
 from servers.weights import _buckets
-from tests.common import MROPE, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch, with_slow
+from tests.common import MROPE, ROOT, TOY_MODEL, parse_flags, rollout_batch, tiny_vision, vision_batch, with_slow
 from tests.gpu import strict
 from tests.gpu.strict import events, on_gpu, waits
 from tests.model.test_varlen import CALLS, cpu_kernels
@@ -146,32 +146,31 @@ def compare(world, name, flags, more_waits):
     assert waits() == {place: 2 * n for place, n in expected.items() if n}
 
 
+SLOW_UPDATES = [
+    ("remax", "", {}),
+    ("grpo", "--no-share-prompts", {}),
+    ("grpo", "--attn-implementation sdpa", {MODEL: 3}),  # of three micro-batches
+    ("grpo", "--reduce-each-micro-batch --gradient-checkpointing", {}),
+    ("grpo", "--lora-rank 4", {}),
+    ("grpo", "--cpu-offload actor", {NORM: -1}),  # the gradient is on the CPU
+    ("grpo", "--cpu-offload activations", {}),
+]
+UPDATES = [("grpo", "--kl-coef 0.1", {}), ("ppo", "", {COUNTS: 1, NORM: 1}), ("grpo", "--top-p 0.9", {KEPT: 2})]
+
+
 @on_gpu
-@pytest.mark.parametrize(
-    ("name", "flags", "more_waits"),
-    [
-        ("grpo", ["--kl-coef", "0.1"], {}),
-        pytest.param("remax", [], {}, marks=pytest.mark.slow),
-        ("ppo", [], {COUNTS: 1, NORM: 1}),
-        pytest.param("grpo", ["--no-share-prompts"], {}, marks=pytest.mark.slow),
-        # of three micro-batches
-        pytest.param("grpo", ["--attn-implementation", "sdpa"], {MODEL: 3}, marks=pytest.mark.slow),
-        pytest.param("grpo", ["--reduce-each-micro-batch", "--gradient-checkpointing"], {}, marks=pytest.mark.slow),
-        pytest.param("grpo", LORA, {}, marks=pytest.mark.slow),
-        ("grpo", ["--top-p", "0.9"], {KEPT: 2}),
-        # the gradient is on the CPU
-        pytest.param("grpo", ["--cpu-offload", "actor"], {NORM: -1}, marks=pytest.mark.slow),
-        pytest.param("grpo", ["--cpu-offload", "activations"], {}, marks=pytest.mark.slow),
-    ],
-    ids=lambda x: x if isinstance(x, str) else " ".join(x) if isinstance(x, list) else "",
-)
+@pytest.mark.parametrize(("name", "flags", "more_waits"), with_slow([*UPDATES, *SLOW_UPDATES], *SLOW_UPDATES))
 def test_update(world, name, flags, more_waits):
     """Two mini-batches of two micro-batches: the host waits once a mini-batch."""
     with patch("lib.model.log_probs.CANDIDATES", 8):
-        compare(world, name, flags, more_waits)
+        compare(world, name, flags.split(), more_waits)
     if "actor" not in flags:  # else weights come for each forward
         sources = [x for kind, *_, x in events if kind == "in" and x.numel()]
         assert len({(x.untyped_storage().data_ptr(), x.storage_offset()) for x in sources}) == len(sources) > 0
+
+
+def held_by(actor) -> list:
+    return [*actor.parameters, *(x for p in actor.parameters for x in actor.optimizer.state[p].values())]
 
 
 def trained(world, folder, *flags):
@@ -181,8 +180,7 @@ def trained(world, folder, *flags):
         script.update(args, actor, rows(world), needs, 0.0)
     models = {"actor": (actor.module, actor.optimizer)}
     saved = save_checkpoint(folder, 1, models=models, schedulers={}, trainer_state={}, keep=1).result()
-    states = [x for p in actor.parameters for x in actor.optimizer.state[p].values()]
-    return actor, saved, [*actor.parameters, *states]
+    return actor, saved, held_by(actor)
 
 
 def assert_equal(these, those):
@@ -203,9 +201,7 @@ def test_an_optimizer_in_cpu_memory_makes_the_same_bits(world, tmp_path):
     assert_equal(held, expected)
     for path in (offloaded, saved):
         load_checkpoint(path, models={"actor": (plain.module, plain.optimizer)}, schedulers={})
-        assert_equal(
-            [*plain.parameters, *(x for p in plain.parameters for x in plain.optimizer.state[p].values())], held
-        )
+        assert_equal(held_by(plain), held)
 
 
 SEQUENCE = ["--sequence-parallel-size", "2"]
@@ -332,17 +328,14 @@ def test_weight_sync(here, flags):
 def test_checkpoint_and_export(here, tmp_path):
     """A checkpoint from an accelerator goes on on a CPU, and the other way round; the exported models are equal."""
     exported = []
+    of_actor = lambda x: {"models": {"actor": (x.module, x.optimizer)}, "schedulers": {"actor": x.scheduler}}  # noqa: E731
     for world, other in ((on_cpu(here), here), (here, on_cpu(here))):
         folder = tmp_path / world.device.type
         script, args, needs, [actor] = set_up("grpo", world)
         script.update(args, actor, rows(world), needs, 0.0)
-        parts = {"actor": (actor.module, actor.optimizer)}
-        saved = save_checkpoint(
-            folder, 1, models=parts, schedulers={"actor": actor.scheduler}, trainer_state={}, keep=0
-        )
+        saved = save_checkpoint(folder, 1, **of_actor(actor), trainer_state={}, keep=0)
         script, args, needs, [actor] = set_up("grpo", other)
-        parts = {"actor": (actor.module, actor.optimizer)}
-        load_checkpoint(saved.result(), models=parts, schedulers={"actor": actor.scheduler})
+        load_checkpoint(saved.result(), **of_actor(actor))
         script.update(args, actor, rows(other), needs, 0.0)
         export_hf(actor.module, load_tokenizer(TOY_MODEL), folder / "model", torch.float32)
         exported.append(load_file(folder / "model/model.safetensors"))
@@ -364,30 +357,24 @@ def solve(base_url, api_key, row):
 """
 
 
+RUNS = {"many flags": ("grpo", MANY), "agent": ("grpo", AGENT)}
+RUNS |= {name: (name, []) for name in ("grpo", "ppo", "remax", "dapo")}
+
+
 @on_gpu
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        pytest.param("grpo", [], marks=pytest.mark.slow),
-        pytest.param("ppo", [], marks=pytest.mark.slow),
-        pytest.param("remax", [], marks=pytest.mark.slow),
-        pytest.param("dapo", [], marks=pytest.mark.slow),
-        ("grpo", MANY),
-        pytest.param("grpo", AGENT, marks=pytest.mark.slow),
-    ],
-    ids=["grpo", "ppo", "remax", "dapo", "many flags", "agent"],
-)
-def test_a_whole_run(world, name, more, tmp_path):
+@pytest.mark.parametrize("case", with_slow(RUNS, *RUNS.keys() - {"many flags"}))
+def test_a_whole_run(world, case, tmp_path):
     """From the set-up to the export, in bfloat16 with varlen as by default on a GPU: no operation has tensors of two
     devices. The second run goes on from the first one's checkpoint."""
     (tmp_path / "agent.py").write_text(ASKS)
+    name, more = RUNS[case]
     script = importlib.import_module(name)
     flags = ["--output-dir", str(tmp_path), "--run-name", "run", "--save-every", "1", "--val-every", "2"]
     flags += ["--no-val-before-train", "--reward-workers", "0", "--max-response-length", "4", "--resume", "auto"]
-    rows = (strict.ROOT / "data/toy/val.jsonl").read_text().splitlines(keepends=True)[:8]
+    rows = (ROOT / "data/toy/val.jsonl").read_text().splitlines(keepends=True)[:8]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     flags += ["--prompts-per-step", "4", "--train-files", str(tmp_path / "rows.jsonl"), "--val-files"]
-    flags += [str(tmp_path / "rows.jsonl"), "--config", str(strict.ROOT / "data/toy/preset.yaml")]
+    flags += [str(tmp_path / "rows.jsonl"), "--config", str(ROOT / "data/toy/preset.yaml")]
     flags += [word.format(tmp_path) for word in more]
     sample = HFEngine._sample
 

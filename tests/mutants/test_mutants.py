@@ -41,7 +41,7 @@ def test_each_fault_is_found_by_a_planted_bug_or_named_as_unplanted():
 def test_where_a_planted_bug_is_the_source_has_the_text(tmp_path: Path):
     """A change that no longer fits its function would plant nothing."""
     with pytest.raises(AssertionError, match="0 times"):
-        run_mutant(Mutant("", "", "", 0, [("grpo:update", "no such text", "")]), tmp_path)
+        run_mutant(Mutant(" |  |  | 0", [("grpo:update", "no such text", "")]), tmp_path)
 
 
 def test_the_page_is_that_of_the_record():

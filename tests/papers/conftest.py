@@ -26,3 +26,18 @@ def module_of(script_of):
         return module
 
     return load
+
+
+@pytest.fixture(scope="session")
+def assert_losses():
+    """assert_losses(losses (B, T), new, of_token): they and their gradient are those of of_token(i, j)."""
+    import torch
+
+    def check(losses, new, of_token) -> None:
+        B, T = new.shape
+        expected = torch.stack([torch.as_tensor(of_token(i, j)) for i in range(B) for j in range(T)]).view(B, T)
+        torch.testing.assert_close(losses, expected)
+        ours, theirs = (torch.autograd.grad(x.sum(), new, retain_graph=True)[0] for x in (losses, expected))
+        torch.testing.assert_close(ours, theirs)
+
+    return check

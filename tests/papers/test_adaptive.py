@@ -1,9 +1,10 @@
 """Adaptive sampling: which responses are kept, and their advantages by loops in float64."""
 
-import math
 import random
 
 import torch
+
+from tests.reference_formulas import mean, stdev
 
 
 def test_as_many_above_the_mean_as_below_are_kept_where_there_are_enough(module_of):
@@ -25,13 +26,11 @@ def test_advantages_are_of_all_samples_of_a_prompt(module_of):
     module, samples = module_of("adaptive"), {0: [0, 0, 0, 0, 0, 1, 0, 1], 1: [1, 0.5, 0, 0]}
     group, rewards, statistics, expected = [], [], [], []
     for number, scores in samples.items():
-        mean = math.fsum(scores) / len(scores)
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in scores) / (len(scores) - 1))
         for i in module.keep_balanced(scores, 4):
             group.append(number)
             rewards.append([0.0, scores[i], 0.0])
-            statistics.append([mean, std])
-            expected.append([(scores[i] - mean) / (std + 1e-6)] * 2 + [0.0])
+            statistics.append([mean(scores), stdev(scores)])
+            expected.append([(scores[i] - mean(scores)) / (stdev(scores) + 1e-6)] * 2 + [0.0])
     mask = torch.tensor([[True, True, False]] * 8)
     t = {"group": torch.tensor(group), "statistics": torch.tensor(statistics, dtype=torch.float64)}
     ours, _ = module.grpo_advantages(module.Args(), torch.tensor(rewards, dtype=torch.float64), mask, t)

@@ -1,15 +1,19 @@
-"""On-policy distillation: the gradient, a teacher of other tokens, and learning without a reward."""
+"""On-policy distillation: the gradient, a teacher of other tokens, and which teacher scores which rows."""
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from data import toy
-from tests.common import fork, metrics, ran
+from lib import InputError
+from lib.core_algos import top_k
+from lib.model import ForwardConfig, Reference, load_model
+from lib.sampling import Sampling
+from tests.common import fork, rollout_batch, save_tiny
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl(module_of):
@@ -44,22 +48,23 @@ def test_a_teacher_of_other_tokens_is_refused(script_of, tmp_path):
     assert done.stderr.strip().splitlines()[-1].startswith(f"error: --teacher {model}: its tokens are not those of")
 
 
-@pytest.mark.slow
-def test_it_learns_without_a_reward(script_of, tmp_path):
-    """10 steps take greedy accuracy from 0.31 to 0.99, and the KL from 0.17 to 0.01 nats, where they were measured; the
-    bounds leave room for other roundings. No training row has an answer."""
-    ten_steps = ["--total-steps", "10", "--val-every", "10", "--save-every", "0"]
-    ran(fork("grpo", tmp_path, *ten_steps, "--no-val-before-train", "--run-name", "teacher"))  # 0.99
-    rows = [json.loads(line) for line in (toy.FOLDER / "train.jsonl").read_text().splitlines()]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"reward_model": {}}) + "\n" for row in rows))
-    (tmp_path / "none.py").write_text("def score(data_source, solution_str, extra_info, ground_truth=None): return 0\n")
-    args = ["--teacher", str(tmp_path / "teacher/model"), "--train-files", str(tmp_path / "rows.jsonl")]
-    args += ["--no-export-model", "--val-files", str(toy.FOLDER / "val.jsonl")]
-    args += ["--reward", f"{tmp_path / 'none.py'}:score", "--val-reward", "data_source", "--run-name", "run"]
-    ran(fork(str(script_of("distill").with_suffix("")), tmp_path, *ten_steps, *args))
-    logged = metrics(tmp_path / "run")
-    accuracy = [row["val/toy/arithmetic/mean@1"] for row in logged if "val/toy/arithmetic/mean@1" in row]
-    assert accuracy[0] < 0.4 and accuracy[-1] > 0.7
-    kl = [row["actor/teacher_kl"] for row in logged if "actor/teacher_kl" in row]
-    assert max(kl[-3:]) < min(kl[:2]) / 2
-    assert {row["reward/max"] for row in logged if "reward/max" in row} == {0}
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_row_has_the_columns_of_its_data_sources_teacher(module_of, tmp_path, k):
+    forward = ForwardConfig(100, Sampling(9), None, torch.float32)
+    teachers = [Reference(load_model(save_tiny(tmp_path / str(seed), seed=seed)), forward) for seed in (0, 1)]
+    batch = rollout_batch([3, 7, 5, 4], [4, 1, 9, 6])
+    sources = batch.non_tensor_batch["data_source"] = np.array(["sums", "codes", "sums", "sums"], dtype=object)
+    mask = batch.batch["response_mask"].clone()
+    args = SimpleNamespace(teacher_sources=("sums", "codes"), teacher_top_k=k)
+    found = module_of("distill").teach(args, teachers, batch, 90)
+    assert batch.batch["response_mask"].equal(mask)
+    signal = (lambda log_p: top_k(log_p, k, 90)) if k else None
+    for teacher, source in zip(teachers, args.teacher_sources):
+        rows = sources == source
+        log_prob, _, *of_top_k = teacher.batched_signal(batch, signal)
+        expected = of_top_k or [log_prob]
+        for ours, theirs in zip(found.values(), expected, strict=True):
+            torch.testing.assert_close(ours[rows], theirs[rows], rtol=1e-4, atol=1e-4)  # fp32, other micro-batches
+    args.teacher_sources = ("sums", "proofs")
+    with pytest.raises(InputError, match="rows of codes have no teacher"):
+        module_of("distill").teach(args, teachers, batch, 90)

@@ -52,10 +52,8 @@ def test_a_record_is_of_the_commands_on_the_page():
     for name in filter(paper.record_of, paper.names()):
         commands, found = paper.commands_of(name), paper.record_of(name)
         assert {*found["runs"]} == {name, paper.base_of(name)}
-        assert found["flags"] == {
-            name: shlex.join(commands.method),
-            paper.base_of(name): shlex.join(commands.base),
-        }, name
+        flags = {name: shlex.join(commands.method), paper.base_of(name): shlex.join(commands.base)}
+        assert found["flags"] == flags, name
         assert "dirty" not in found["commit"] and len(found["runs"][name]) >= 3
 
 
@@ -127,24 +125,24 @@ def test_mistakes_are_one_line_each(repository):
         paper.commands_of("mine")
 
 
-@pytest.mark.parametrize(
-    ("name", "base", "said"),
-    [
-        ("mine", "sac", "--base sac: choose one of grpo, ppo, remax, dapo"),
-        ("my-method", "grpo", "my-method: not a name of a module: use letters, digits and _"),
-        ("mine.py", "grpo", "leave out .py"),
-        ("class", "grpo", "class: not a name of a module"),
-        ("grpo", "ppo", "grpo.py exists: remove it, or choose another name"),
-        ("torch", "grpo", "torch: a module of this name is installed, which torch.py would hide"),
-        ("lib", "grpo", "which lib.py would hide"),
-    ],
-)
-def test_a_script_that_cannot_be_written_is_one_line(repository, name, base, said):
+CANNOT_BE = [  # a name, its base, and what is said
+    ("mine", "sac", "--base sac: choose one of grpo, ppo, remax, dapo"),
+    ("my-method", "grpo", "my-method: not a name of a module: use letters, digits and _"),
+    ("mine.py", "grpo", "leave out .py"),
+    ("class", "grpo", "class: not a name of a module"),
+    ("grpo", "ppo", "grpo.py exists: remove it, or choose another name"),
+    ("torch", "grpo", "torch: a module of this name is installed, which torch.py would hide"),
+    ("lib", "grpo", "which lib.py would hide"),
+]
+
+
+def test_a_script_that_cannot_be_written_is_one_line(repository):
     before = {*repository.iterdir()}
-    with pytest.raises(InputError) as error:
-        paper.new(name, base)
-    assert said in str(error.value) and "\n" not in str(error.value)
-    assert {*repository.iterdir()} == before
+    for name, base, said in CANNOT_BE:
+        with pytest.raises(InputError) as error:
+            paper.new(name, base)
+        assert said in str(error.value) and "\n" not in str(error.value)
+        assert {*repository.iterdir()} == before
 
 
 def test_commands_of_a_page_are_read(repository):
@@ -154,12 +152,9 @@ def test_commands_of_a_page_are_read(repository):
     block = "make paper P=mine\npython - <<'END'\nprint(1)\nEND\npython mine.py --a 'b c' \\\n  --d  # why\n"
     block += "python grpo.py --total-steps 3\n# check: --lr 1e-3\n"
     (repository / "papers/mine.md").write_text(f"# Mine\n\n```bash\n{block}```\n\n```bash\npython other.py\n```\n")
-    assert paper.commands_of("mine") == (
-        "python - <<'END'\nprint(1)\nEND\n",
-        ["--a", "b c", "--d"],
-        ["--total-steps", "3"],
-        ["--lr", "1e-3"],
-    )
+    prepare, method, base, check = paper.commands_of("mine")
+    assert prepare == "python - <<'END'\nprint(1)\nEND\n" and method == ["--a", "b c", "--d"]
+    assert base == ["--total-steps", "3"] and check == ["--lr", "1e-3"]
 
 
 @pytest.mark.parametrize("value", [1.1, None])

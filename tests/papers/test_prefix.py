@@ -1,34 +1,29 @@
 """Expert prefixes: the loss of the expert's tokens, and which prompts get which prefixes."""
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
 from tests.common import rollout_batch
+from tests.reference_formulas import ppo_clip
 
 
-def test_the_experts_tokens_have_the_shaped_loss_and_the_others_that_of_grpo(module_of):
+def test_the_experts_tokens_have_the_shaped_loss_and_the_others_that_of_grpo(module_of, assert_losses):
     """Losses and gradients by loops; beyond every bound of the clip."""
     module, generator = module_of("prefix"), torch.Generator().manual_seed(0)
     new, old, advantages = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64) - 1
     new.requires_grad_()
     given = torch.tensor([[0] * 6, [1] * 3 + [0] * 3, [1] * 6, [1] + [0] * 5])
     losses, _ = module.policy_loss(module.Args(), new, old, {"advantages": advantages, "given_mask": given})
-    [gradient] = torch.autograd.grad(losses.sum(), new)
-    for i in range(4):
-        for j in range(6):
-            A, x, p = advantages[i, j].item(), math.exp((new[i, j] - old[i, j]).item()), math.exp(new[i, j].item())
-            if given[i, j]:
-                loss, slope = -A * p / (p + 0.1), -A * p * 0.1 / (p + 0.1) ** 2
-            else:
-                inside = x < 1.2 if A > 0 else 0.8 < x < 3
-                loss = max(-A * x, -A * min(max(x, 0.8), 1.2))
-                loss, slope = (min(loss, -3 * A) if A < 0 else loss), (-A * x if inside else 0)
-            assert losses[i, j].item() == pytest.approx(loss)
-            assert gradient[i, j].item() == pytest.approx(slope)
+
+    def of_token(i, j):
+        p = new[i, j].exp()
+        if given[i, j]:
+            return -advantages[i, j] * p / (p + 0.1)
+        return ppo_clip(advantages[i, j], (new[i, j] - old[i, j]).exp(), 0.2, 0.2, 3)[0]
+
+    assert_losses(losses, new, of_token)
 
 
 def test_prompts_without_a_correct_response_get_growing_prefixes(module_of):

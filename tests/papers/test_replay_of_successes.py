@@ -1,33 +1,25 @@
 """Replay of successes: the loss of old rows, and what the memory keeps."""
 
-import math
-
-import pytest
 import torch
 
 from lib.data_proto import DataProto
 from tests.common import rollout_batch
+from tests.reference_formulas import ppo_clip
 
 
-def test_old_rows_have_the_shaped_ratio_and_new_ones_the_loss_of_grpo(module_of):
+def test_old_rows_have_the_shaped_ratio_and_new_ones_the_loss_of_grpo(module_of, assert_losses):
     """Losses and gradients by loops; beyond every bound of the clip."""
     module, generator = module_of("replay"), torch.Generator().manual_seed(0)
     new, old, advantages = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
     new.requires_grad_()
     is_fresh = torch.tensor([True, False, True, False])
     losses, _ = module.policy_loss(module.Args(), new, old, {"advantages": advantages, "is_fresh": is_fresh})
-    [gradient] = torch.autograd.grad(losses.sum(), new)
-    for i in range(4):
-        for j in range(6):
-            A, x = advantages[i, j].item(), math.exp((new[i, j] - old[i, j]).item())
-            if is_fresh[i]:
-                inside = x < 1.2 if A > 0 else 0.8 < x < 3
-                loss = max(-A * x, -A * min(max(x, 0.8), 1.2))
-                loss, slope = (min(loss, -3 * A) if A < 0 else loss), (-A * x if inside else 0)
-            else:
-                loss, slope = -A * x / (x + 0.1), -A * x * 0.1 / (x + 0.1) ** 2
-            assert losses[i, j].item() == pytest.approx(loss)
-            assert gradient[i, j].item() == pytest.approx(slope)
+
+    def of_token(i, j):
+        A, ratio = advantages[i, j], (new[i, j] - old[i, j]).exp()
+        return ppo_clip(A, ratio, 0.2, 0.2, 3)[0] if is_fresh[i] else -A * ratio / (ratio + 0.1)
+
+    assert_losses(losses, new, of_token)
 
 
 def rows(uids: str, log_prob: list[float]) -> DataProto:

@@ -1,4 +1,4 @@
-"""Self-play: the game's rules, and advantages of each role by loops in float64."""
+"""Self-play, and a proposer with a solver: rewards, and advantages of each role by loops in float64."""
 
 import math
 import random
@@ -8,10 +8,12 @@ import torch
 
 from lib import InputError
 from lib.cli.flags import parse_flags
+from tests.reference_formulas import mean, variance
 
 
-def test_the_last_three_digits_of_a_response_are_the_second_number(module_of):
-    pose = module_of("selfplay").pose
+@pytest.mark.parametrize(("name", "function"), [("selfplay", "pose"), ("proposer", "propose")])
+def test_the_last_three_digits_of_a_response_are_the_second_number(module_of, name, function):
+    pose = getattr(module_of(name), function)
     assert pose("585+445", "3,12=132") == (585, 132) and pose("585+445", "9 9x9") == (585, 999)
     assert pose("585+445", "=1030") is None and pose("585+445", "12") is None and pose("585+445", "") is None
 
@@ -37,7 +39,33 @@ def test_each_role_has_the_mean_of_its_own_rewards_as_baseline(module_of):
         assert baselines == pytest.approx({"poser": expected[True], "solver": expected[False]}, rel=1e-12)
 
 
-def test_asynchronous_rollouts_are_refused(module_of):
+@pytest.mark.parametrize("name", ["selfplay", "proposer"])
+def test_asynchronous_rollouts_are_refused(module_of, name):
     """They begin the loader's prompts in earlier steps."""
     with pytest.raises(InputError, match="--async-level: a solver's prompts are written in the step"):
-        parse_flags(module_of("selfplay").Args, ["--rollout-engine", "http://127.0.0.1:1", "--async-level", "1"])
+        parse_flags(module_of(name).Args, ["--rollout-engine", "http://127.0.0.1:1", "--async-level", "1"])
+
+
+# ---- a proposer and a solver ---------------------------------------------------------------------
+def test_a_task_is_worth_most_where_solvers_are_unsure(module_of):
+    rewards, p = module_of("proposer").proposer_rewards, [0, 1 / 8, 0.5, 7 / 8, 1]
+    for name, expected in {"learnability": [0, 7 / 8, 0.5, 1 / 8, 0], "uncertainty": [0, 0.25, 1, 0.25, 0]}.items():
+        assert rewards(name, torch.tensor(p, dtype=torch.float64)).tolist() == pytest.approx(expected)
+
+
+def test_each_role_is_normalised_over_its_own_rows(module_of):
+    module, g = module_of("proposer"), torch.Generator().manual_seed(0)
+    rewards = torch.rand(9, 3, generator=g, dtype=torch.float64)
+    mask = torch.tensor([[True, True, False]] * 9)
+    mask[4] = False
+    is_proposer = torch.tensor([i % 3 == 0 for i in range(9)])
+    ours, _ = module.role_advantages(module.Args(), rewards, mask, {"is_proposer": is_proposer})
+    for role in (True, False):
+        own = {i: math.fsum(rewards[i, :2].tolist()) for i in range(9) if (i % 3 == 0) is role and i != 4}
+        std = (variance(own.values()) * (len(own) - 1) / len(own)) ** 0.5  # with N
+        for i, score in own.items():
+            wanted = (score - mean(own.values())) / (std + 1e-6)
+            assert ours[i].tolist() == pytest.approx([wanted, wanted, 0], rel=1e-12)
+    assert not ours[4].any()
+    alone = module.role_advantages(module.Args(), rewards[:1], mask[:1], {"is_proposer": is_proposer[:1]})[0]
+    assert not alone.any()  # nothing to compare with

@@ -46,12 +46,6 @@ def test_advantages_are_those_of_the_tree(module_of):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_without_common_tokens_the_advantage_is_twice_that_to_the_mean(module_of):
-    scores = torch.tensor([1.0, 0, 0, 1], dtype=torch.float64)
-    advantages = module_of("tree").tree_advantages(torch.tensor([[4, 9], [5, 9], [6, 9], [7, -1]]), scores)
-    assert advantages.tolist() == [[1, 1], [-1, -1], [-1, -1], [1, 1]]
-
-
 def test_responses_branch_off_at_the_least_likely_tokens(module_of):
     """The second response has one token, so one fork."""
     first = rollout_batch([3, 3], [4, 1])

@@ -20,40 +20,16 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import dapo
 import grpo
+import lib.distributed
+import lib.model
 import lib.model.log_probs
 from lib import InputError
-from lib.distributed import (
-    BUCKET_BYTES,
-    advise_out_of_memory,
-    enter_stage,
-    make_mesh,
-    set_gradient_sync,
-    shard_model,
-    trainable_parameters,
-)
-from lib.model import (
-    add_lora,
-    batched_log_probs,
-    freeze,
-    load_critic,
-    load_model,
-    load_tokenizer,
-    response_log_probs,
-    response_values,
-)
+from lib.distributed import make_mesh, shard_model, trainable_parameters
+from lib.model import add_lora, load_critic, load_model, response_log_probs, response_values
 from lib.rollout import HFEngine, Sampling
-from planner import meta
+from planner import memory, meta
 from planner.estimate import choose_auto, memory_advice, memory_of, memory_savers, refuse_what_does_not_fit
-from planner.memory import (
-    GIB,
-    HEADROOM,
-    StepSettings,
-    estimate_memory,
-    fits,
-    memory_table,
-    shard_numel,
-    worst_moment,
-)
+from planner.memory import GIB, HEADROOM, StepSettings, estimate_memory, worst_moment
 from planner.meta import meta_model
 from tests.common import (
     ROOT,
@@ -67,7 +43,7 @@ from tests.common import (
     with_slow,
 )
 
-SHAPES = ROOT / "benchmarks/shapes"
+SHAPES, BF16, FP32 = ROOT / "benchmarks/shapes", torch.bfloat16, torch.float32
 MODELS = {"tied": True, "untied": False}
 CRITICS = {"tied": (False, True), "untied": (False,)}  # a critic has no head to tie
 
@@ -113,9 +89,11 @@ def sizes(rows: int) -> dict[str, int]:
     return {"micro_batch_tokens": 32 * rows, "rows": rows, "max_prompt_length": 12, "max_response_length": 20}
 
 
+def estimated(model: str, rows: int, **settings) -> dict:
+    return estimate_memory(StepSettings(model, **{"ranks": 1, "compute_dtype": torch.float32} | sizes(rows) | settings))
+
+
 # ---- exact: weights, gradients, Adam -------------------------------------------------------------
-
-
 TRAINED = [(0, ""), (4, ""), (0, r"model\.(embed_tokens|layers\.0).*")]  # LoRA's rank, what is frozen
 
 
@@ -128,7 +106,7 @@ def stored(world, path, critics):
         if lora_rank:
             add_lora(model, rank=lora_rank, alpha=1, seed=0)
         elif frozen:
-            freeze(model, frozen)
+            lib.model.freeze(model, frozen)
         model = shard_model(model, make_mesh(world), torch.float32)
         parameters, trained = list(model.parameters()), trainable_parameters(model)
         optimizer = torch.optim.AdamW(trained, fused=True)
@@ -153,7 +131,7 @@ def test_weights_gradients_and_adam_are_exact(chunks_of_a_cpu, paths, measured, 
     path, measured = paths[name], measured[3]["stored", name]
     for lora_rank, frozen in TRAINED:
         how = {"lora_rank": lora_rank, "freeze_pattern": frozen, "critic_model": path}
-        moments = estimate_memory(StepSettings(path, ranks=3, compute_dtype=torch.float32, **how, **sizes(4)))
+        moments = estimated(path, 4, ranks=3, **how)
         for critic in CRITICS[name]:
             parts = [f"{'critic ' * critic}{part}" for part in ("weights", "gradients", "Adam")]
             estimate = tuple(moments["optimizer"][part] for part in parts)
@@ -178,12 +156,10 @@ def test_the_shapes_are_those_of_the_public_models():
     assert {file.stem for file in SHAPES.glob("*.json")} == set(KNOWN)
     for name, count in KNOWN.items():
         model = meta_model(AutoModelForCausalLM, str(SHAPES / f"{name}.json"), "--model", torch.bfloat16)
-        assert shard_numel(list(model.parameters()), 1) == count, name
+        assert memory.shard_numel(list(model.parameters()), 1) == count, name
 
 
 # ---- modelled: peaks -----------------------------------------------------------------------------
-
-
 def allocated(fn) -> int:
     """Bytes that `fn` had at most beyond what was there before it. The least of up to six calls: gloo's thread is at
     times late to release the buffers of a collective, which adds them to what comes next. Two equal least peaks end the
@@ -218,16 +194,10 @@ def _recorded_peak(fn) -> int | None:
 
 
 UPDATES = {  # ranks: (rows, compute dtype, share of recomputed layers, LoRA's rank, micro-batches)
-    1: [(64, torch.float32, share, 0, 1) for share in (0, 0.5, 1)] + [(2, torch.float32, 0, 0, 1)],
-    2: [
-        (64, torch.bfloat16, False, 0, 1),
-        (64, torch.bfloat16, True, 0, 1),
-        (64, torch.float32, True, 4, 1),
-        (2, torch.bfloat16, True, 0, 1),
-        (2, torch.float32, True, 4, 1),
-        (2, torch.float32, True, 0, 2),
-    ],
+    1: [(64, FP32, share, 0, 1) for share in (0, 0.5, 1)] + [(2, FP32, 0, 0, 1)],
+    2: [(64, BF16, False, 0, 1), (64, BF16, True, 0, 1), (64, FP32, True, 4, 1), (2, BF16, True, 0, 1)],
 }
+UPDATES[2] += [(2, FP32, True, 4, 1), (2, FP32, True, 0, 2)]
 
 
 def updates_of(ranks: int, name: str) -> list[tuple]:
@@ -246,7 +216,7 @@ def measured_updates(world, path, updates):
 
         def update(model=model, batch=batch, micro_batches=micro_batches):
             for i in range(micro_batches):
-                set_gradient_sync(model, i == micro_batches - 1)
+                lib.distributed.set_gradient_sync(model, i == micro_batches - 1)
                 log_probs, entropy = response_log_probs(model, batch, 1.0, share_prompts=False)
                 (log_probs.sum() + entropy.sum()).backward()
             model.zero_grad()
@@ -267,17 +237,9 @@ def test_the_peak_of_an_update(chunks_of_a_cpu, paths, measured, name, ranks):
     that the largest buffers of a layer's backward do not meet. 10 % too low is room for other kernels."""
     updates = zip(updates_of(ranks, name), measured[ranks]["updates", name], strict=True)
     for (rows, dtype, checkpointing, lora_rank, micro_batches), peak in updates:
-        moments = estimate_memory(
-            StepSettings(
-                paths[name],
-                ranks=ranks,
-                compute_dtype=dtype,
-                recomputed=checkpointing,
-                lora_rank=lora_rank,
-                accumulation="whole" if micro_batches > 1 else "none",
-                **sizes(rows),
-            )
-        )
+        how = {"compute_dtype": dtype, "recomputed": checkpointing, "lora_rank": lora_rank}
+        how["accumulation"] = "whole" if micro_batches > 1 else "none"
+        moments = estimated(paths[name], rows, ranks=ranks, **how)
         ratio = beside_weights(moments, "loss", "backward", "last layer") / peak
         assert 0.9 <= ratio <= (1.25 if rows == 64 else 1.5), (ratio, rows, dtype, checkpointing, lora_rank)
 
@@ -286,13 +248,13 @@ def measured_passes(world, path):
     """Peaks of a forward for log-probs, and of a rollout."""
     model = shard_model(load_model(path), make_mesh(world), torch.float32)
     batch = rollout_batch([12] * 64, [20] * 64)
-    log_probs = allocated(partial(batched_log_probs, model, batch, 1.0, 64 * 32, share_prompts=False))
+    log_probs = allocated(partial(lib.model.batched_log_probs, model, batch, 1.0, 64 * 32, share_prompts=False))
     prompts = rollout_batch([12] * 64, [1] * 64)
     prompts.batch["position_ids"] = prompts.batch["position_ids"][:, :12]
     for name in ("input_ids", "attention_mask"):
         prompts.batch[name] = prompts.batch[name][:, :12]
     prompts.non_tensor_batch["raw_prompt_ids"] = np.array([ids.tolist() for ids in prompts.batch["input_ids"]], object)
-    engine = HFEngine(model, load_tokenizer(TOY_MODEL))
+    engine = HFEngine(model, lib.model.load_tokenizer(TOY_MODEL))
     engine.stop_ids = torch.tensor([-1])  # no row ends early
     rollout = allocated(partial(engine.generate, prompts, Sampling(20), list(range(64))))
     return log_probs, rollout
@@ -301,35 +263,22 @@ def measured_passes(world, path):
 def test_the_peaks_of_log_probs_and_rollout(chunks_of_a_cpu, paths, measured):
     """1 % too high where it was measured; 25 % is room for other attention kernels."""
     log_probs, rollout = measured[1]["passes", "tied"]
-    moments = estimate_memory(StepSettings(paths["tied"], ranks=1, compute_dtype=torch.float32, **sizes(64)))
+    moments = estimated(paths["tied"], 64)
     assert abs(beside_weights(moments, "log-probs") - log_probs) < 0.25 * log_probs
     assert abs(beside_weights(moments, "rollout", "prefill") - rollout) < 0.25 * rollout
 
 
 def peak_on_a_gpu(name: str, flags: list[str], tokens: int) -> int:
     """Of a step of 8 rows on one GPU, a quarter of each its prompt, without the rollout."""
-    moments = estimate_memory(
-        StepSettings(
-            str(SHAPES / f"{name}.json"),
-            ranks=1,
-            compute_dtype=torch.bfloat16,
-            accumulation="none",
-            recomputed="checkpointing" in flags,
-            lora_rank=32 * ("LoRA 32" in flags),
-            use_liger_kernel="--use-liger-kernel" in flags,
-            micro_batch_tokens=tokens,
-            rows=8,
-            max_prompt_length=tokens // 32,
-            max_response_length=3 * tokens // 32,
-            engine_bytes=1,  # no rollout is measured
-        )
-    )
+    how = {"compute_dtype": torch.bfloat16, "accumulation": "none", "engine_bytes": 1}  # no rollout is measured
+    how |= {"recomputed": "checkpointing" in flags, "lora_rank": 32 * ("LoRA 32" in flags)}
+    how |= {"use_liger_kernel": "--use-liger-kernel" in flags, "micro_batch_tokens": tokens}
+    how |= {"max_prompt_length": tokens // 32, "max_response_length": 3 * tokens // 32}
+    moments = estimated(str(SHAPES / f"{name}.json"), 8, **how)
     return max(sum(moments[moment].values()) for moment in ("log-probs", "loss", "backward", "last layer"))
 
 
-@pytest.mark.parametrize(
-    "model", with_slow(["qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"], "qwen2.5-1.5b", "qwen2.5-3b")
-)
+@pytest.mark.parametrize("model", with_slow(["qwen2.5-0.5b", *(OTHERS := ["qwen2.5-1.5b", "qwen2.5-3b"])], *OTHERS))
 def test_the_peaks_of_an_h100(model):
     """Those that gpu_check has measured: at most 0.6 % apart, once what earlier rows left is subtracted. Without an
     optimizer there are no moments of Adam."""
@@ -351,15 +300,13 @@ def test_the_peaks_of_an_h100(model):
 UNLIKE = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}  # the last layer has a window
 
 
-@pytest.mark.parametrize(
-    ("config", "lora_rank", "tokens", "checkpointing"),
-    [({}, 0, 500, True), ({}, 4, 3, False), (UNLIKE, 0, 3, False)],
-    ids=["checkpointing", "LoRA", "unlike"],
-)
-def test_layers_that_are_alike_tell_what_all_of_them_need(
-    tmp_path, monkeypatch, config, lora_rank, tokens, checkpointing
-):
+ALIKE = {"checkpointing": ({}, 0, 500, True), "LoRA": ({}, 4, 3, False), "unlike": (UNLIKE, 0, 3, False)}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_layers_that_are_alike_tell_what_all_of_them_need(tmp_path, monkeypatch, case):
     """To the byte; and where they are not alike, all are measured."""
+    config, lora_rank, tokens, checkpointing = ALIKE[case]
     shape = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5}
     Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=1, **config).save_pretrained(tmp_path)
     model = meta_model(AutoModelForCausalLM, str(tmp_path), "--model", torch.bfloat16, lora_rank=lora_rank)
@@ -377,54 +324,50 @@ def test_layers_that_are_alike_tell_what_all_of_them_need(
 
 
 # ---- options and what is shown -------------------------------------------------------------------
-
-TOY = {"ranks": 2, "compute_dtype": torch.bfloat16, **sizes(8)}
+def toy(**settings) -> dict:
+    return estimated(TOY_MODEL, 8, **{"ranks": 2, "compute_dtype": BF16} | settings)
 
 
 def test_each_option_adds_or_moves_its_parts():
-    plain = estimate_memory(StepSettings(TOY_MODEL, **TOY))
+    plain = toy()
     assert {"prefill", "rollout", "log-probs", "loss", "backward", "last layer", "optimizer"} == set(plain)
     weights = plain["rollout"]["weights"]
 
-    vllm = estimate_memory(StepSettings(TOY_MODEL, engine_bytes=7 * GIB, **TOY))
+    vllm = toy(engine_bytes=7 * GIB)
     assert vllm["rollout"]["vLLM"] == 7 * GIB and "vLLM" not in vllm["loss"] and "prefill" not in vllm
 
-    reference = estimate_memory(StepSettings(TOY_MODEL, reference=True, frozen_dtype=torch.bfloat16, **TOY))
+    reference = toy(reference=True, frozen_dtype=BF16)
     assert all(parts["reference"] == weights // 2 for parts in reference.values())
-    lora = estimate_memory(StepSettings(TOY_MODEL, reference=True, lora_rank=4, **TOY))
+    lora = toy(reference=True, lora_rank=4)
     assert "reference" not in lora["loss"] and lora["loss"]["Adam"] < plain["loss"]["Adam"] / 10
 
-    judged = estimate_memory(StepSettings(TOY_MODEL, reward_model=TOY_MODEL, **TOY))
-    awake = estimate_memory(
-        StepSettings(TOY_MODEL, reward_model=TOY_MODEL, engine_bytes=1 << 30, scores_awake=True, **TOY)
-    )
+    judged = toy(reward_model=TOY_MODEL)
+    awake = toy(reward_model=TOY_MODEL, engine_bytes=1 << 30, scores_awake=True)
     assert awake["reward model"] == judged["reward model"] | {"vLLM": awake["rollout"]["vLLM"]}
     assert judged["loss"]["reward model"] > 0.9 * weights and judged["reward model"]["work"] > 0
 
-    gathered = estimate_memory(StepSettings(TOY_MODEL, gathered_bytes=5, **TOY))["advantages"]
+    gathered = toy(gathered_bytes=5)["advantages"]
     assert gathered == {"columns": 5} | {name: plain["optimizer"][name] for name in ("weights", "Adam")}
 
-    offloaded = estimate_memory(StepSettings(TOY_MODEL, cpu_offload=True, accumulation="none", **TOY))
+    offloaded = toy(cpu_offload=True, accumulation="none")
     assert offloaded["host"] == {name: plain["optimizer"][name] for name in ("weights", "Adam", "gradients")}
     assert not {"weights", "Adam"} & set(offloaded["loss"]) and "gradients" not in offloaded["last layer"]
 
-    moved = estimate_memory(StepSettings(TOY_MODEL, offload_optimizer=True, **TOY))
+    moved = toy(offload_optimizer=True)
     assert moved["host"] == {"Adam": plain["optimizer"]["Adam"]} and "Adam" not in moved["loss"]
 
-    on_host = estimate_memory(StepSettings(TOY_MODEL, offload_activations=True, **TOY))
+    on_host = toy(offload_activations=True)
     assert on_host["host"] == {"activations": plain["backward"]["activations"]}
     assert on_host["backward"]["activations"] == plain["last layer"]["activations"] > 0
 
-    sharded = estimate_memory(StepSettings(TOY_MODEL, accumulation="sharded", **TOY))
+    sharded = toy(accumulation="sharded")
     assert plain["loss"]["gradients"] == 2 * sharded["loss"]["gradients"] == 2 * sharded["optimizer"]["gradients"]
-
-    checkpointed = estimate_memory(StepSettings(TOY_MODEL, recomputed=1, **TOY))
-    assert checkpointed["backward"]["activations"] < plain["backward"]["activations"] / 2
+    assert toy(recomputed=1)["backward"]["activations"] < plain["backward"]["activations"] / 2
 
 
 def test_the_table_says_what_fits_and_what_does_not():
     moments = {"rollout": {"weights": GIB, "vLLM": 32 * GIB}, "loss": {"weights": GIB, "activations": 40 * GIB}}
-    lines = memory_table(moments, 80 * GIB).splitlines()
+    lines = memory.memory_table(moments, 80 * GIB).splitlines()
     assert [line.split() for line in lines[:-1]] == [
         ["GiB", "a", "GPU", "rollout", "loss"],
         ["weights", "1.00", "1.00"],
@@ -433,35 +376,31 @@ def test_the_table_says_what_fits_and_what_does_not():
         ["sum", "33.00", "41.00"],
     ]
     assert lines[-1] == "fits: 41.0 GiB (loss) of 80, of which 10% are left free; its largest part: activations"
-    assert "DOES NOT FIT: 41.0 GiB (loss) of 45" in memory_table(moments, 45 * GIB)
+    assert "DOES NOT FIT: 41.0 GiB (loss) of 45" in memory.memory_table(moments, 45 * GIB)
 
 
 def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
     with pytest.raises(InputError, match=r"--model .*: no model by its config: .+"):
-        estimate_memory(StepSettings(str(tmp_path), **TOY))
+        estimated(str(tmp_path), 8)
     with pytest.raises(InputError, match="--reward-model"):
-        estimate_memory(StepSettings(TOY_MODEL, reward_model=str(tmp_path), **TOY))
+        toy(reward_model=str(tmp_path))
 
 
 # ---- flags that do not fit -----------------------------------------------------------------------
-
-
-def flags_of(path: str, *flags: str):
-    args = parse_flags(grpo.Args, list(flags))
+def flags_of(path: str, flags: str = ""):
+    args = parse_flags(grpo.Args, flags.split())
     args.model.model = path
     return args
 
 
-@pytest.mark.parametrize(
-    "flags", [("--rollout-gpus", "2", "--dry-run", "10"), ("--rollout-engine", "http://host:8000")]
-)
+@pytest.mark.parametrize("flags", ["--rollout-gpus 2 --dry-run 10", "--rollout-engine http://host:8000"])
 def test_ranks_that_do_not_sample_need_no_room_for_it(flags):
     """Only for the buckets of the weight sync; and the other moments are those of any engine."""
-    args = flags_of(TOY_MODEL, *flags)
+    args = flags_of(TOY_MODEL, flags)
     moments, with_engine = memory_of(args, 8, GIB), memory_of(flags_of(TOY_MODEL), 8, GIB)
     assert {part for parts in moments.values() for part in parts}.isdisjoint({"KV cache", "vLLM"})
-    assert moments["weight sync"]["buckets"] == 3 * BUCKET_BYTES
+    assert moments["weight sync"]["buckets"] == 3 * lib.distributed.BUCKET_BYTES
     assert set(with_engine) - set(moments) == {"prefill", "rollout"}
     assert moments["backward"] == with_engine["backward"]
 
@@ -482,45 +421,30 @@ def test_a_reward_model_beside_an_engine_that_is_awake(script, flags, awake):
 
 def test_flags_that_do_not_fit_are_refused_with_those_that_would(tmp_path):
     """And none of these is there for nothing: for GPUs a little larger than what all of them leave."""
-    path = save_tiny(tmp_path)
-    args = flags_of(path, "--no-use-liger-kernel", "--micro-batch-tokens", "512")
-    all_flags = [word for saver in memory_savers(args, 8) for word in saver.flag.split()]
-    least = memory_of(flags_of(path, "--no-use-liger-kernel", *all_flags), 8, GIB)
+    path, own = save_tiny(tmp_path), "--no-use-liger-kernel --micro-batch-tokens 512"
+    args = flags_of(path, own)
+    every = " ".join(saver.flag for saver in memory_savers(args, 8))
+    least = memory_of(flags_of(path, f"--no-use-liger-kernel {every}"), 8, GIB)
     gpu = int(1.01 * worst_moment(least)[1] / (1 - HEADROOM))
     with pytest.raises(InputError) as refused:
         refuse_what_does_not_fit(args, 8, gpu)
     assert "DOES NOT FIT" in str(refused.value)
-    advice = re.search(r"it fits with --(.*)", str(refused.value)).group(1)
-    flags = [f"--{flag}".split() for flag in advice.split(" --")]
+    flags = re.search(r"it fits with (--.*)", str(refused.value))[1].replace(" --", "\n--").splitlines()
     assert len(flags) > 1
     for n in range(len(flags) + 1):
-        given = [
-            "--no-use-liger-kernel",
-            "--micro-batch-tokens",
-            "512",
-            *(word for i, flag in enumerate(flags) if i != n for word in flag),
-        ]
-        assert fits(memory_of(flags_of(path, *given), 8, gpu), gpu) == (n == len(flags))
+        given = " ".join([own, *flags[:n], *flags[n + 1 :]])
+        assert memory.fits(memory_of(flags_of(path, given), 8, gpu), gpu) == (n == len(flags))
 
 
 def test_auto_takes_what_fits(tmp_path):
     """As few recomputed layers as fit. Where none has to be, micro-batches twice, four times, ... as large, until they
     would not fit or are the whole update: a rank has 2 groups of 1,024 + 8 x 2,048 tokens."""
-    flags = [
-        "--rollout-engine",
-        "vllm",
-        "--sharding",
-        "fsdp2",
-        "--prompts-per-step",
-        "8",
-        "--max-prompt-length",
-        "1024",
-    ]
-    flags += ["--max-response-length", "2048"]
-    args = flags_of(save_tiny(tmp_path, num_hidden_layers=6), *flags)
+    flags = "--rollout-engine vllm --sharding fsdp2 --prompts-per-step 8 "
+    flags += "--max-prompt-length 1024 --max-response-length 2048 "
+    args = flags_of(save_tiny(tmp_path, num_hidden_layers=6), flags)
 
-    def size(*more: str, tokens: int = 16384, layers: int = 0) -> int:
-        given = flags_of(args.model.model, *flags, *more)
+    def size(more: str = "", tokens: int = 16384, layers: int = 0) -> int:
+        given = flags_of(args.model.model, flags + more)
         given.optimizer.auto_tokens, given.model.auto_recomputed = tokens, layers / 6
         return math.ceil(worst_moment(memory_of(given, 4, 2**20))[1] / (1 - HEADROOM))
 
@@ -546,40 +470,35 @@ def test_flags_that_fit_and_a_model_that_cannot(tmp_path):
         refuse_what_does_not_fit(args, 1, 2**20)
 
 
-@pytest.mark.parametrize(
-    ("flags", "stage", "advice"),
-    [
-        (
-            [],
-            "step 3 update",
-            "set --reduce-each-micro-batch, then --micro-batch-tokens 4096, --gradient-checkpointing",
-        ),
-        (["--gradient-checkpointing"], "step 3 log_probs", "set --reduce-each-micro-batch, then --micro-batch-tokens"),
-        (["--rollout-engine", "vllm"], "validation at step 5", "lower --gpu-memory-utilization (it is 0.4)"),
-        ([], "step 1 rollout", "set --rollout-engine vllm"),
-    ],
-)
+FIRST = "set --reduce-each-micro-batch, then --micro-batch-tokens"
+ADVICE = [
+    ("", "step 3 update", f"{FIRST} 4096, --gradient-checkpointing"),
+    ("--gradient-checkpointing", "step 3 log_probs", FIRST),
+    ("--rollout-engine vllm", "validation at step 5", "lower --gpu-memory-utilization (it is 0.4)"),
+    ("", "step 1 rollout", "set --rollout-engine vllm"),
+]
+
+
+@pytest.mark.parametrize(("flags", "stage", "advice"), ADVICE)
 def test_memory_that_runs_out_is_told_with_its_stage_and_what_to_change(flags, stage, advice, monkeypatch, capfd):
     monkeypatch.setattr(lib.distributed.launch, "_advice", None)
 
     def main(args):
-        advise_out_of_memory(partial(memory_advice, args, 2))
-        enter_stage(stage)
+        lib.distributed.advise_out_of_memory(partial(memory_advice, args, 2))
+        lib.distributed.enter_stage(stage)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of")
 
     exits = []
     monkeypatch.setattr(lib.distributed.launch, "end_process", exits.append)
     monkeypatch.setattr(lib.distributed.launch.os, "_exit", exits.append)  # which a run sets back at its end
     with pytest.raises(torch.OutOfMemoryError):  # as the process has not ended
-        lib.distributed.run(main, flags_of(TOY_MODEL, *flags))
+        lib.distributed.run(main, flags_of(TOY_MODEL, flags))
     said = capfd.readouterr().err
     assert f"error: rank 0 in {stage}: CUDA out of memory. Tried to allocate 2.50 GiB; {advice}" in said
     assert exits == [1] and "Traceback" in said
 
 
 # ---- vision models -------------------------------------------------------------------------------
-
-
 def stored_by_vision(world, path):
     model = shard_model(load_model(path), make_mesh(world), torch.float32)
     return sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
@@ -592,19 +511,9 @@ def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(chunks_of_
     tiny_vision(kind, tmp_path)
     path, images = str(tmp_path), 64
     tokens = sum(vision_inputs(kind, images, 1)[1])
-    flags = {"micro_batch_tokens": tokens, "rows": images, "max_prompt_length": tokens // images}
+    how = {"ranks": 2, "micro_batch_tokens": tokens, "max_prompt_length": tokens // images, "max_response_length": 8}
     for checkpointing in (False, True):
-        moments = estimate_memory(
-            StepSettings(
-                path,
-                ranks=2,
-                compute_dtype=torch.float32,
-                max_response_length=8,
-                recomputed=checkpointing,
-                critic_model=path,
-                **flags,
-            )
-        )
+        moments = estimated(path, images, recomputed=checkpointing, critic_model=path, **how)
         model = load_model(path, gradient_checkpointing=checkpointing)
         inputs = vision_inputs(kind, images, 1)[0]
 
@@ -616,7 +525,5 @@ def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(chunks_of_
         ratio = (moments["vision"]["images"] + moments["vision"]["work"]) / allocated(encode)
         assert 0.9 <= ratio <= 1.5, (ratio, checkpointing)
     assert moments["optimizer"]["weights"] == run_ranks(2, stored_by_vision, path)[0]
-    for how in ({"lora_rank": 2}, {"freeze_pattern": "tower"}):  # the tower does not train
-        assert "vision" not in estimate_memory(
-            StepSettings(path, ranks=2, compute_dtype=torch.float32, max_response_length=8, **how, **flags)
-        )
+    for frozen in ({"lora_rank": 2}, {"freeze_pattern": "tower"}):  # the tower does not train
+        assert "vision" not in estimated(path, images, **how, **frozen)

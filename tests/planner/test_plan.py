@@ -94,17 +94,9 @@ def cases(draw) -> dict:
     level, steps = draw(st.integers(0, 3)), draw(st.integers(1, 5))
     number = (steps + level) * groups * group_size
     lengths = np.array(draw(st.lists(st.integers(1, 12), min_size=number, max_size=number)))
-    rates = EngineRates(
-        fixed=draw(st.integers(1, 5)),
-        row=draw(whole),
-        weights=draw(whole),
-        computed=draw(whole),
-        context=draw(whole),
-        prefill=draw(whole),
-        request=draw(whole),
-        slots=draw(st.integers(1, 5)),
-        cache=draw(st.sampled_from([prompt + 12, prompt + 20, math.inf])),
-    )
+    costs = {name: draw(whole) for name in ("row", "weights", "computed", "context", "prefill", "request")}
+    costs |= {"fixed": draw(st.integers(1, 5)), "slots": draw(st.integers(1, 5))}
+    rates = EngineRates(**costs, cache=draw(st.sampled_from([prompt + 12, prompt + 20, math.inf])))
     shape, times = (steps + level, groups, group_size), {"sync": draw(whole), "train": draw(st.integers(0, 60))}
     engines = draw(st.integers(1, 2))
     return {"rates": rates, "prompt": prompt, "lengths": lengths.reshape(shape), "engines": engines} | {
@@ -147,16 +139,6 @@ def test_no_second_is_lost(case):
     # a step's sync includes the rest of the token that an engine is at
     assert all(step.sync >= case["run"]["sync"] and step.wait >= 0 for step in steps)
     assert all(step.seconds == step.sync + step.wait + step.train for step in steps)
-
-
-@settings(max_examples=40)
-@given(cases(), st.sampled_from(["fixed", "row", "weights", "context", "prefill", "request"]))
-def test_a_faster_engine_is_not_slower_where_nothing_is_in_flight(case, name):
-    case["run"]["level"] = 0
-    before, _ = simulated(case)
-    case["rates"] = case["rates"]._replace(**{name: getattr(case["rates"], name) / 2})
-    after, _ = simulated(case)
-    assert all(new.seconds <= old.seconds for new, old in zip(after, before))
 
 
 @settings(max_examples=30)
@@ -209,38 +191,14 @@ def test_lengths_of_a_run(tmp_path):
 BAD = ["lognormal", "lognormal:100", "lognormal:1,2,3", "lognormal:a,b", "lognormal:nan,1", "lognormal:inf,1"]
 BAD += ["lognormal:1e300,1", "lognormal:100,-1", "lognormal:100,99", "lognormal:0,1", "uniform:5,1", "uniform:0,9"]
 BAD += ["uniform:-3,9", "uniform:1,1e400", "constant:", "constant:0", "constant:1,2", "constant:0x10", "constant:-1"]
-BAD += [
-    "constant:1e10",
-    "runs/there_is_none",
-    "a\nb",
-    "uniform:1,\n",
-    "\x00",
-    ":",
-    "normal:1,2",
-    "x" * 5000,
-    "/dev/null",
-    "~",
-    "é" * 300,
-]
+BAD += ["constant:1e10", "runs/there_is_none", "a\nb", "uniform:1,\n", "\x00", ":", "normal:1,2", "x" * 5000]
+BAD += ["/dev/null", "~", "é" * 300]
 
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: ascii(text[:20]))
 def test_bad_lengths_are_one_line(text):
     with pytest.raises(InputError, match=r"^--plan [^\n]{1,1000}$"):
         read_lengths(text, 1000)
-
-
-@settings(max_examples=40)
-@given(
-    st.text(max_size=30) | st.builds("{}:{},{}".format, st.sampled_from(["lognormal", "uniform"]), *[st.floats()] * 2)
-)
-def test_any_text_gives_lengths_or_an_input_error(text):
-    try:
-        lengths = read_lengths(text, 1000)
-    except InputError as error:
-        assert str(error).isprintable()
-        return
-    assert lengths.min() >= 1 and lengths.max() <= 1000
 
 
 HOSTILE = {
@@ -289,13 +247,11 @@ def test_the_best_split_is_the_lowest_level_that_is_nearly_the_fastest():
 
 SHAPE = str(ROOT / "benchmarks/shapes/qwen2.5-7b.json")
 FLAGS = ["--max-prompt-length", "1024", "--max-response-length", "4096", "--prompts-per-step", "64"]
-
-
-QUICK = ["--micro-batch-tokens", "16384"]  # without a search for more
+FLAGS += ["--micro-batch-tokens", "16384"]  # without a search for more
 
 
 def flags(*more: str, model: str = SHAPE) -> list[str]:
-    return ["--dry-run", "8", "--plan", "auto", "--model", model, "--val-files", "none", *FLAGS, *QUICK, *more]
+    return ["--dry-run", "8", "--plan", "auto", "--model", model, "--val-files", "none", *FLAGS, *more]
 
 
 def parsed(script: str, *more: str, **options):

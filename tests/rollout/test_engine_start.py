@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -69,22 +70,14 @@ def test_several_processes_at_once(tmp_path, cache):
     assert path.parent == cache and contents(path) == contents(folder) and list(cache.iterdir()) == [path]
 
 
-def no_folder(cache, monkeypatch) -> None:
-    cache.parent.parent.write_text("a file")
-
-
-def no_home(cache, monkeypatch) -> None:
-    def fail():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", fail)
-
-
-@pytest.mark.parametrize("without", [no_folder, no_home])
+@pytest.mark.parametrize("without", ["folder", "home"])
 def test_without_a_cache_the_run_uses_its_own_folder(tmp_path, cache, monkeypatch, capsys, without):
     folder = saved(tmp_path / "run")
-    without(cache, monkeypatch)
+    if without == "folder":
+        cache.parent.parent.write_text("a file")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     assert cached(folder) == folder
     assert capsys.readouterr().out.startswith("note: vLLM compiles anew, because")
 
@@ -130,38 +123,40 @@ def test_another_version_of_vllm_keeps_its_own_scheduler(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("note: vLLM's own scheduler runs, which is slower: ")
 
 
-@pytest.mark.parametrize(
-    ("flags", "at_a_time"),
-    [
-        ("", 256),
-        ("--prompts-per-step 768 --group-size 8", 768),
-        ("--prompts-per-step 768 --group-size 8 --rollout-tensor-parallel-size 2 --dry-run 8", 1024),
-        ("--prompts-per-step 96 --group-size 8 --rollout-gpus 2 --dry-run 10 --async-level 1", 768),
-    ],
-)
-def test_as_many_rows_at_a_time_as_an_engine_has(monkeypatch, flags, at_a_time):
+ROWS = {
+    "": 256,
+    "--prompts-per-step 768 --group-size 8": 768,
+    "--prompts-per-step 768 --group-size 8 --rollout-tensor-parallel-size 2 --dry-run 8": 1024,
+    "--prompts-per-step 96 --group-size 8 --rollout-gpus 2 --dry-run 10 --async-level 1": 768,
+}
+
+
+def test_as_many_rows_at_a_time_as_an_engine_has(monkeypatch):
     """Fewer cost time, 256 a third of it with 1024 rows; more cost memory."""
     monkeypatch.setattr("lib.rollout.vllm_start.compute_device", lambda model: torch.device("cuda", 0))
-    rows = engine_rows(parse_flags(grpo.Args, ["--rollout-engine", "vllm", *flags.split()]), ranks=8)
-    settings = engine_settings(model(), max_length=40, dtype=torch.bfloat16, gpu_memory=0.4, rows=rows)
-    assert settings["max_num_seqs"] == at_a_time
+    for flags, at_a_time in ROWS.items():
+        rows = engine_rows(parse_flags(grpo.Args, ["--rollout-engine", "vllm", *flags.split()]), ranks=8)
+        settings = engine_settings(model(), max_length=40, dtype=torch.bfloat16, gpu_memory=0.4, rows=rows)
+        assert settings["max_num_seqs"] == at_a_time
 
 
-@pytest.mark.parametrize(("version", "calls"), [(None, ["wake_up", "shutdown"]), (3, ["shutdown"])])
-def test_an_engine_that_sleeps_wakes_up_to_end(version, calls):
-    """On CUDA vLLM's allocator unmaps at its end what sleep has unmapped."""
-    engine, called = VLLMEngine.__new__(VLLMEngine), []
-    core = SimpleNamespace(shutdown=lambda: called.append("shutdown"))
-    engine.llm = SimpleNamespace(wake_up=lambda: called.append("wake_up"), llm_engine=SimpleNamespace(engine_core=core))
-    engine.can_sleep, engine.version = True, version
-    engine.close()
-    assert called == calls
+def test_an_engine_that_sleeps_wakes_up_to_end():
+    """On CUDA vLLM's allocator unmaps at its end what sleep has unmapped. The weights below an adapter survive."""
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.can_sleep, engine._finish_steps, engine.llm = True, lambda: None, Mock()
+    for engine._base in (None, 7):
+        engine.sleep()
+    assert engine.llm.sleep.call_args_list == [call(level=2), call(level=1)] and engine.version is None
+    for engine.version in (None, 3):
+        engine.close()
+    shutdown = call.llm_engine.engine_core.shutdown()
+    assert engine.llm.mock_calls[2:] == [call.wake_up(), shutdown, shutdown]
 
 
 def test_generators_of_other_gpus_are_left_alone(monkeypatch, recwarn):
     kept = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: kept.append(device))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", kept.append)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: kept.append(device))
     before = torch.get_rng_state()
     with own_generators(torch.device("cuda", 3)):
@@ -189,9 +184,8 @@ def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monke
     args = parse_flags(grpo.Args, flags)
     world = World(0, 2, torch.device("cuda", 0))
     setup.use_cores(args.shard, world.device)  # as ModelFactory does
-    actor = SimpleNamespace(
-        world=world, module=None, forward=ForwardConfig(1, args.rollout.sampling(), None, torch.bfloat16)
-    )
+    forward = ForwardConfig(1, args.rollout.sampling(), None, torch.bfloat16)
+    actor = SimpleNamespace(world=world, module=None, forward=forward)
     inputs = SimpleNamespace(tokenizer=None, vision=None, multi_turn=None, train_data=None)
     run = SimpleNamespace(folder=tmp_path, step=0, recorder=SimpleNamespace(replays=False))
     setup.make_rollouts(args, actor, inputs, SimpleNamespace(sizes=None, reads_log_probs=False), run)

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import ModuleType
+from unittest.mock import Mock
 
 import pyarrow.parquet
 import pytest
@@ -40,9 +42,8 @@ class Table(RolloutEngine):
 
     def __init__(self, model, tokenizer, **settings):
         self.pad_token_id, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-        self.answers = [
-            ([*tokenizer(text, add_special_tokens=False)["input_ids"], end], math.log(p)) for text, p in ANSWERS.items()
-        ]
+        encode = lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"], end]
+        self.answers = [(encode(text), math.log(p)) for text, p in ANSWERS.items()]
 
     def generate(self, prompts, sampling, seeds):
         rows = []
@@ -112,35 +113,30 @@ def test_max_mismatch_stops_a_run_whose_engine_differs(table, tmp_path, engine, 
     done = fork("grpo", tmp_path, *flags, "--total-steps", "2", "--run-name", "run", *SMALL)
     [line] = [line for line in done.stderr.splitlines() if "--max-mismatch" in line]
     assert done.returncode and "Traceback" not in done.stderr
-    assert re.match(
-        rf"(error: )?--max-mismatch {float(limit):g}: engine and trainer differ by k3 = \S+ nats {where}: ", line
-    )
+    said = rf"--max-mismatch {float(limit):g}: engine and trainer differ by k3 = \S+ nats {where}: "
+    assert re.match(rf"(error: )?{said}", line)
     assert len(metrics(tmp_path / "run")) == (where == "in step 1") and not (tmp_path / "run/checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("quantization", "flags", "why"),
-    [
-        ("awq", [], "vLLM quantizes the weights of each sync itself only as FP8"),
-        ("fp8", [], "on a CPU vLLM has kernels for fp8_per_channel only"),
-        ("fp8_per_channel", [], "vLLM quantizes 16-bit weights: set --compute-dtype bfloat16"),
-        ("fp8_per_channel", ["--compute-dtype", "bfloat16"], "set --rollout-correction.level token"),
-        ("fp8_per_channel", ["--compute-dtype", "bfloat16", "--rollout-correction.level", "token"], ""),
-        ("fp8_per_channel", ["--compute-dtype", "bfloat16", "--old-log-probs", "rollout"], ""),
-    ],
-)
+FP8 = [  # quantization, flags, what is said
+    ("awq", "", "vLLM quantizes the weights of each sync itself only as FP8"),
+    ("fp8", "", "on a CPU vLLM has kernels for fp8_per_channel only"),
+    ("fp8_per_channel", "", "vLLM quantizes 16-bit weights: set --compute-dtype bfloat16"),
+    ("fp8_per_channel", "--compute-dtype bfloat16", "set --rollout-correction.level token"),
+    ("fp8_per_channel", "--compute-dtype bfloat16 --rollout-correction.level token", ""),
+    ("fp8_per_channel", "--compute-dtype bfloat16 --old-log-probs rollout", ""),
+]
+
+
+@pytest.mark.parametrize(("quantization", "flags", "why"), FP8)
 def test_fp8_rollouts_need_a_correction(quantization, flags, why):
     skip_without_vllm()
-    flags = ["--rollout-engine", "vllm", "--vllm-kwargs", f'{{"quantization": "{quantization}"}}', *flags]
-    args, device = parse_flags(grpo.Args, flags), torch.device("cpu")
+    kwargs = f'{{"quantization": "{quantization}"}}'
+    args = parse_flags(grpo.Args, ["--rollout-engine", "vllm", "--vllm-kwargs", kwargs, *flags.split()])
     assert args.rollout.mismatch_limit == 0.1
-    if not why:
-        setup.check(args, device)
-        return
-    with pytest.raises(
-        InputError, match=re.escape(f'--vllm-kwargs {{"quantization": "{quantization}"}}: ') + ".*" + re.escape(why)
-    ):
-        setup.check(args, device)
+    said = re.escape(f"--vllm-kwargs {kwargs}: ") + ".*" + re.escape(why)
+    with pytest.raises(InputError, match=said) if why else nullcontext():
+        setup.check(args, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("engine", ["hf", "http://h:1"])
@@ -175,22 +171,22 @@ def test_lora_in_16_bits_is_corrected_but_not_twice():
     assert decoupled == exact == {}  # this loss has the weight already
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("def Table(): ...", "must be a class that inherits lib.rollout.RolloutEngine"),
-        (TABLE.replace("takes_weights = False", ""), "the class has no method load_weights"),
-        (TABLE.replace("takes_weights = False", "takes_weights = False; in_process = True"), "no method session"),
-        (TABLE.replace("def generate", "def generates"), "the class has no method generate"),
-        (TABLE.replace("class Table", "class Other"), "has no 'Table'"),
-        ("import absent_package", "cannot be imported: ModuleNotFoundError"),
-    ],
-    ids=["no class", "no weights", "no session", "no generate", "no name", "no import"],
-)
-def test_an_engine_that_cannot_work_is_named_before_a_model_loads(table, tmp_path, text, why):
-    (tmp_path / "table.py").write_text(text)
-    with pytest.raises(InputError, match=re.escape("--rollout-engine " + table) + ".*" + re.escape(why)):
-        engine_class(table)
+NO_ENGINE = {  # why: the file
+    "must be a class that inherits lib.rollout.RolloutEngine": "def Table(): ...",
+    "the class has no method load_weights": TABLE.replace("takes_weights = False", ""),
+    "no method session": TABLE.replace("takes_weights = False", "takes_weights = False; in_process = True"),
+    "the class has no method generate": TABLE.replace("def generate", "def generates"),
+    "has no 'Table'": TABLE.replace("class Table", "class Other"),
+    "cannot be imported: ModuleNotFoundError": "import absent_package",
+}
+
+
+def test_an_engine_that_cannot_work_is_named_before_a_model_loads(tmp_path):
+    for number, (why, text) in enumerate(NO_ENGINE.items()):
+        (tmp_path / f"table{number}.py").write_text(text)
+        wrong = f"{tmp_path}/table{number}.py:Table"
+        with pytest.raises(InputError, match=re.escape("--rollout-engine " + wrong) + ".*" + re.escape(why)):
+            engine_class(wrong)
     with pytest.raises(InputError, match="give an existing file"):
         engine_class(f"{tmp_path}/absent.py:Table")
 
@@ -208,35 +204,28 @@ def test_a_run_asks_for_what_the_engine_can_do(table):
 
 
 # ---- auto ----------------------------------------------------------------------------------------
+CONFIGS = [
+    (config_of(TOY_MODEL, "--model", False), "cpu", ""),
+    (LlamaConfig(), "cpu", ""),  # as of a .gguf file: it names no architecture
+    (PreTrainedConfig(), "cpu", "vLLM does not know PreTrainedConfig"),
+    (LlamaConfig(architectures=["NewForCausalLM"]), "cpu", "vLLM does not know NewForCausalLM"),
+    (LlamaConfig(quantization_config={"quant_method": "awq"}), "cpu", "the model's weights are quantized, "),
+    (LlamaConfig(), "cuda", "the installed vLLM is for cpu, not for cuda"),
+]
 
 
-def broken(name):
-    raise OSError("libcudart.so.13: cannot open shared object file")
-
-
-@pytest.mark.parametrize(
-    ("config", "device", "why"),
-    [
-        (config_of(TOY_MODEL, "--model", False), "cpu", ""),
-        (LlamaConfig(), "cpu", ""),  # as of a .gguf file: it names no architecture
-        (PreTrainedConfig(), "cpu", "vLLM does not know PreTrainedConfig"),
-        (LlamaConfig(architectures=["NewForCausalLM"]), "cpu", "vLLM does not know NewForCausalLM"),
-        (LlamaConfig(quantization_config={"quant_method": "awq"}), "cpu", "the model's weights are quantized, "),
-        (LlamaConfig(), "cuda", "the installed vLLM is for cpu, not for cuda"),
-    ],
-    ids=["known", "gguf", "no architecture", "unknown", "quantized", "vLLM for CPUs"],
-)
-def test_what_vllm_cannot_sample_is_known_before_a_model_loads(config, device, why):
+def test_what_vllm_cannot_sample_is_known_before_a_model_loads():
     """On the device of the vLLM that is installed here."""
     skip_without_vllm()
-    found = vllm_refuses(config, device)
-    assert found.startswith(why) and bool(found) == bool(why)
+    for config, device, why in CONFIGS:
+        found = vllm_refuses(config, device)
+        assert found.startswith(why) and bool(found) == bool(why), (config, found)
 
 
 @pytest.mark.parametrize("missing", [True, False], ids=["not installed", "of another CUDA"])
 def test_auto_says_why_vllm_cannot_be_imported(missing, monkeypatch):
     module = ModuleType("vllm")
-    module.__getattr__ = broken
+    module.__getattr__ = Mock(side_effect=OSError("libcudart.so.13: cannot open shared object file"))
     monkeypatch.setitem(sys.modules, "vllm", None if missing else module)
     args = parse_flags(grpo.Args, [])
     why = setup.choose_engine(args, torch.device("cuda"))
@@ -266,34 +255,30 @@ def test_on_a_gpu_auto_is_vllm_with_its_share_of_the_memory():
     assert "vLLM" not in memory_of(args, 1, 2**36)["rollout"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--vllm-kwargs", '{"seed": 1}'], "--vllm-kwargs has no effect without --rollout-engine vllm: drop it"),
-        (["--rollout-tensor-parallel-size", "2"], "splits a vLLM engine: it needs --rollout-engine vllm"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 does not work with --rollout-engine hf"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_flags_of_vllm_are_refused_where_auto_is_hf(flags, message, monkeypatch):
+OF_VLLM = {
+    '--vllm-kwargs {"seed":1}': "--vllm-kwargs has no effect without --rollout-engine vllm: drop it",
+    "--rollout-tensor-parallel-size 2": "splits a vLLM engine: it needs --rollout-engine vllm",
+    "--tensor-parallel-size 2": "--tensor-parallel-size 2 does not work with --rollout-engine hf",
+}
+
+
+@pytest.mark.parametrize("flags", OF_VLLM)
+def test_flags_of_vllm_are_refused_where_auto_is_hf(flags, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    chosen(flags)  # where it is vllm, they are taken
-    with pytest.raises(InputError, match=re.escape(message)):
-        chosen(flags, "cpu")
+    chosen(flags.split())  # where it is vllm, they are taken
+    with pytest.raises(InputError, match=re.escape(OF_VLLM[flags])):
+        chosen(flags.split(), "cpu")
 
 
-@pytest.mark.parametrize(
-    ("flags", "engine", "why"),
-    [
+def test_without_a_gpu_auto_is_hf_unless_a_dry_run_is_about_gpus():
+    for flags, engine, why in (
         ([], "hf", "because this machine has no GPU"),
         (["--rollout-gpus", "2", "--dry-run", "4"], "vllm", "which --rollout-gpus needs"),
         (["--dry-run", "8"], "vllm", "if the GPUs have it and it knows the model"),
-    ],
-)
-def test_without_a_gpu_auto_is_hf_unless_a_dry_run_is_about_gpus(flags, engine, why):
-    args, said = chosen(flags, "cpu")
-    assert (args.rollout.engine, said) == (engine, why)
+    ):
+        args, said = chosen(flags, "cpu")
+        assert (args.rollout.engine, said) == (engine, why)
 
 
 @pytest.mark.parametrize(("recorded", "engine"), [("vllm", "vllm"), ("http://a:1", "hf"), (None, "hf")])

@@ -47,8 +47,7 @@ def score(full_prompt, prompt, *, a, **kwargs):
 """
 
 
-def world(rank: int = 0, size: int = 1) -> World:
-    return World(rank, size, torch.device("cpu"))
+WORLD = World(0, 1, torch.device("cpu"))
 
 
 def error_of(done) -> str:
@@ -58,8 +57,6 @@ def error_of(done) -> str:
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-
-
 REPLAYED = ["grpo 1", "grpo 2", "ppo 1", "remax 1", "dapo 2"]  # script, ranks
 
 
@@ -109,9 +106,8 @@ def test_several_turns_and_a_reward_model(tmp_path):
     assert timed[1] == {"shadow/read.score/mean", "shadow/read.score/max"}  # the others are recorded
     assert timed[0] - timed[1] == {f"{name}/{of}" for name in ("data_source", "reward_model") for of in ("mean", "max")}
     printed = (tmp_path / "live/scorers-0.log").read_text().splitlines()
-    assert Counter(line.partition(": ")[0] for line in printed) == {
-        "step 0 read.score": 4, "step 1 read.score": 32, "step 2 read.score": 36
-    }  # fmt: skip
+    said = Counter(line.partition(": ")[0] for line in printed)
+    assert said == {"step 0 read.score": 4, "step 1 read.score": 32, "step 2 read.score": 36}
     assert done.stdout.count("scorer read.score: response ") == 1
 
 
@@ -177,7 +173,6 @@ def test_a_resumed_run_records_its_steps_again(recorded, tmp_path):
 REFUSED = {  # what the message says, by flags
     "--temperature was 1.0, is 0.7. The recorded samples": ["--temperature", "0.7"],
     "--multi-turn.tools was [], is ['calculator']": TOOLS,
-    "the prompts of step 1 are not those recorded": ["--seed", "2"],
     "the prompts of step 1 are not those recorded: what decides": ["--group-size", "8"],
     "step 4 was not recorded: --total-steps 3 ends before it": ["--total-steps", "5"],
     "asks for rollout number 2, and 1 were recorded": ["--zero-variance", "refill"],
@@ -209,8 +204,6 @@ def test_a_recording_is_never_written_over(recorded, tmp_path):
 
 
 # ---- a recorder --------------------------------------------------------------------------------------
-
-
 def rollout(*prompts: int) -> DataProto:
     ids = np.fromiter(([prompt] for prompt in prompts), object, len(prompts))
     columns = {"raw_prompt_ids": ids, "uid": [f"1-{prompt}" for prompt in prompts]}
@@ -218,7 +211,7 @@ def rollout(*prompts: int) -> DataProto:
     return DataProto.from_dict({"responses": responses, "rollout_log_probs": -responses / 100}, columns)
 
 
-def record_steps(folder: Path, steps: int, of: World) -> Recorder:
+def record_steps(folder: Path, steps: int, of: World = WORLD) -> Recorder:
     recorder = Recorder(folder, of)
     for step in range(1, steps + 1):
         recorder.begin(step)
@@ -227,37 +220,6 @@ def record_steps(folder: Path, steps: int, of: World) -> Recorder:
         recorder.record("scores", lambda items=items: DataProto(meta_info={"items": items}))
         recorder.end(rollout(step))
     return recorder
-
-
-def test_between_steps_both_recorders_compute(tmp_path):
-    recording = record_steps(tmp_path, 1, world())
-    files = sorted(tmp_path.rglob("*.safetensors"))
-    replay = Replayer(tmp_path, world())
-    for recorder in (recording, replay):
-        assert not recorder.replaying and recorder.rollout(rollout(5), lambda: rollout(5)).batch[
-            "responses"
-        ].tolist() == [[50]]
-    assert sorted(tmp_path.rglob("*.safetensors")) == files
-    replay.begin(1)
-    assert replay.replaying and replay.rollout(rollout(1), None).batch["responses"].tolist() == [[10]]
-    replay.end(rollout(1))
-    assert not replay.replaying
-
-
-def test_a_step_that_takes_more_or_less_than_was_recorded_is_refused(tmp_path):
-    recorder = Recorder(tmp_path, world())
-    recorder.begin(1)
-    for _ in range(2):
-        recorder.rollout(rollout(1), lambda: rollout(1))
-    recorder.end(rollout(1))
-    replay = Replayer(tmp_path, world())
-    replay.begin(1)
-    replay.rollout(rollout(1), None)
-    with pytest.raises(InputError, match="step 1 took 1 of its 2 rollouts"):
-        replay.end(rollout(1))
-    replay.rollout(rollout(1), None)
-    with pytest.raises(InputError, match="asks for rollout number 3, and 2 were recorded"):
-        replay.rollout(rollout(1), None)
 
 
 def flip_a_bit(file: Path) -> None:
@@ -273,47 +235,59 @@ def rewrite(file: Path, log_prob: float) -> None:
 
 
 STEP_2 = "step_000002/rank_0_of_1"
-DAMAGES = {  # to step 2, by what the message says
-    "scores_0.safetensors is not as it was saved": lambda kept: flip_a_bit(kept / STEP_2 / "scores_0.safetensors"),
-    "rollout_0.safetensors is not as": lambda kept: rewrite(kept / STEP_2 / "rollout_0.safetensors", -2.0),
-    "rollout_0.safetensors has 4 bytes": lambda kept: (kept / STEP_2 / "rollout_0.safetensors").write_bytes(b"torn"),
-    "scores_0.safetensors is missing": lambda kept: (kept / STEP_2 / "scores_0.safetensors").unlink(),
-    "scores_0.safetensors is not as": lambda kept: shutil.copy(
-        kept / "step_000001/rank_0_of_1/scores_0.safetensors", kept / STEP_2
-    ),
-    "it is of step_000001/rank_0_of_1": lambda kept: shutil.copytree(
-        kept / "step_000001", kept / "step_000002", dirs_exist_ok=True
-    ),
-    "batch.safetensors is not in manifest.json": lambda kept: write_manifest(kept / STEP_2, {}, of=STEP_2),
-    "manifest.json is damaged": lambda kept: (kept / STEP_2 / "manifest.json").write_text("[" * 100_000),
+
+
+def step_1(kept: Path) -> Path:
+    return kept.parent.parent / "step_000001/rank_0_of_1"
+
+
+DAMAGES = {  # to the folder of step 2, by what the message says
+    "scores_0.safetensors is not as it was saved": lambda kept: flip_a_bit(kept / "scores_0.safetensors"),
+    "rollout_0.safetensors is not as": lambda kept: rewrite(kept / "rollout_0.safetensors", -2.0),
+    "rollout_0.safetensors has 4 bytes": lambda kept: (kept / "rollout_0.safetensors").write_bytes(b"torn"),
+    "scores_0.safetensors is missing": lambda kept: (kept / "scores_0.safetensors").unlink(),
+    "it is of step_000001/rank_0_of_1": lambda kept: shutil.copytree(step_1(kept), kept, dirs_exist_ok=True),
+    "batch.safetensors is not in manifest.json": lambda kept: write_manifest(kept, {}, of=STEP_2),
+    "manifest.json is damaged": lambda kept: (kept / "manifest.json").write_text("[" * 100_000),
+    "scores_0.safetensors is not as": lambda kept: shutil.copy(step_1(kept) / "scores_0.safetensors", kept),
 }
 
 
 @pytest.mark.parametrize("message", DAMAGES)
 def test_a_step_that_is_not_as_it_was_recorded_is_named(tmp_path, message):
-    record_steps(tmp_path, 2, world())
-    DAMAGES[message](tmp_path)
+    record_steps(tmp_path, 2)
+    DAMAGES[message](tmp_path / STEP_2)
     with pytest.raises(InputError) as error:
         check_recorded(tmp_path, range(1, 3), 1)  # sees sizes before the run starts
-        replay = Replayer(tmp_path, world())
+        replay = Replayer(tmp_path, WORLD)
         for step in (1, 2):
             replay.begin(step)
     text = str(error.value)
     assert f"--replay {tmp_path}: step 2 is not as it was recorded (" in text and message in text and "\n" not in text
 
 
-def test_groups_of_other_sizes_are_refused(tmp_path):
-    record_steps(tmp_path, 1, world())
-    replay = Replayer(tmp_path, world())
+def test_a_step_that_takes_other_rollouts_than_were_recorded_is_refused(tmp_path):
+    """More, less, and groups of other sizes."""
+    recorder = Recorder(tmp_path, WORLD)
+    recorder.begin(1)
+    for _ in range(2):
+        recorder.rollout(rollout(1), lambda: rollout(1))
+    recorder.end(rollout(1))
+    replay = Replayer(tmp_path, WORLD)
     replay.begin(1)
     with pytest.raises(InputError, match="prompts of step 1 are not those recorded"):
         replay.rollout(rollout(5, 5), None, any_order=True)
     replay.begin(1)
     assert len(replay.rollout(rollout(5), None, any_order=True)) == 1
+    with pytest.raises(InputError, match="step 1 took 1 of its 2 rollouts"):
+        replay.end(rollout(1))
+    replay.rollout(rollout(1), None)
+    with pytest.raises(InputError, match="asks for rollout number 3, and 2 were recorded"):
+        replay.rollout(rollout(1), None)
 
 
 def test_steps_are_checked_by_number_and_by_ranks(tmp_path):
-    record_steps(tmp_path, 3, world())
+    record_steps(tmp_path, 3)
     check_recorded(tmp_path, range(1, 4), 1)
     with pytest.raises(InputError, match=r"recorded on 1 rank\(s\), this run has 2: start it on 1"):
         check_recorded(tmp_path, range(1, 4), 2)
@@ -325,14 +299,14 @@ def test_steps_are_checked_by_number_and_by_ranks(tmp_path):
     assert (tmp_path / "step_000009/other").exists()
     with pytest.raises(InputError, match="step 2 was not recorded: start at one that was"):
         check_recorded(tmp_path, range(2, 3), 1)
-    record_steps(tmp_path / "two", 1, world(0, 2))  # the other rank was killed before its batch
+    record_steps(tmp_path / "two", 1, WORLD._replace(size=2))  # the other rank was killed before its batch
     with pytest.raises(InputError, match="step 1 was not recorded"):
         check_recorded(tmp_path / "two", range(1, 2), 2)
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "step_000001").write_text("in the way of the folder")
-    recorder = Recorder(tmp_path, world())
+    recorder = Recorder(tmp_path, WORLD)
     recorder.begin(1)
     with pytest.raises(InputError, match=f"--record {tmp_path}: rollout_0.safetensors of step 1 not written"):
         recorder.rollout(rollout(1), lambda: rollout(1))

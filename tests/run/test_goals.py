@@ -1,6 +1,5 @@
 """--keep-best, --stop-when and --max-seconds."""
 
-import math
 import shutil
 import statistics
 from pathlib import Path
@@ -15,15 +14,14 @@ from lib import InputError
 from lib.args import RunArgs, StopWhen, ValidationArgs
 from lib.run import open_run
 from lib.run.goals import Goals, check_names
-from lib.run.validation import Validated, confidence_interval, validation_metrics
+from lib.run.validation import confidence_interval
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran, run_ranks
 from tools.export import find_checkpoint
 
 MEAN = "val/toy/arithmetic/mean@1"
 
+
 # ---- the bound -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("right, n", [(0, 1), (1, 1), (0, 30), (7, 30), (30, 30), (299, 1000)])
 def test_the_bound_of_zeros_and_ones_is_wilsons(right, n):
     """The roots pi of (p - pi)^2 = z^2 pi (1 - pi) / n. rtol 1e-9: numpy finds roots as eigenvalues."""
@@ -36,62 +34,44 @@ def test_the_bound_of_zeros_and_ones_is_wilsons(right, n):
         assert scores == pytest.approx((2 * low - 1, 2 * high - 1), abs=1e-12)
 
 
-@pytest.mark.parametrize("accuracy", [0.5, 0.98, 0.995])
-def test_the_interval_covers_an_accuracy_near_1(accuracy):
-    """Each number of right answers among 100, by its probability: 0.91 to 0.98, as numbers are discrete."""
-    n = 100
-    chances = [math.comb(n, k) * accuracy**k * (1 - accuracy) ** (n - k) for k in range(n + 1)]
-    rows = ([Validated(i, "a", {"score": float(i < k)}, None, False) for i in range(n)] for k in range(n + 1))
-    ends = [[x[f"val/a/mean@1/ci_{end}"] for end in ("low", "high")] for x in map(validation_metrics, rows)]
-    assert sum(p for p, (low, high) in zip(chances, ends) if low <= accuracy <= high) >= 0.9
-
-
-def test_samples_of_a_prompt_are_no_more_observations():
-    """Else n copies of each score would narrow the interval."""
-    scores = [[1.0], [0.0], [1.0], [1.0]]
-    assert confidence_interval([4 * prompt for prompt in scores]) == confidence_interval(scores)
-
-
 def test_the_bound_of_other_scores_is_by_standard_error():
     prompts = np.random.default_rng(0).normal(size=(40, 3)).tolist()
     means = [statistics.fmean(prompt) for prompt in prompts]
     mean, half = statistics.fmean(means), 1.96 * statistics.stdev(means) / 40**0.5
     assert confidence_interval(prompts) == pytest.approx((mean - half, mean + half), rel=1e-12)
     assert confidence_interval([[0.5, 0.7]]) is None  # a single prompt has no spread
+    scores = [[1.0], [0.0], [1.0], [1.0]]  # n copies of each score would narrow the interval
+    assert confidence_interval([4 * prompt for prompt in scores]) == confidence_interval(scores)
 
 
 # ---- flags ---------------------------------------------------------------------------------------
+def test_an_expression_is_one_comparison():
+    several, numbers = ["val/x/mean@1", "a >= 1 and b >= 2", "a == 1"], ["a >= x", "a > 1e", "a >= inf", "a > 1e999"]
+    for text in [*several, *numbers, "val/x >= ", ">= 0.9"]:
+        with pytest.raises(InputError, match="give one comparison such as") as error:
+            RunArgs(stop_when=text).check()
+        assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["val/x/mean@1", "val/x >= ", ">= 0.9", "a >= 1 and b >= 2", "a == 1", "a >= x", "a > 1e", "a >= inf", "a > 1e999"],
-)
-def test_an_expression_is_one_comparison(text):
-    with pytest.raises(InputError, match="give one comparison such as") as error:
-        RunArgs(stop_when=text).check()
-    assert len(str(error.value).splitlines()) == 1
+def test_comparisons():
+    for compare, holding in ((">=", [1, 2]), ("<=", [0, 1]), (">", [2]), ("<", [0])):
+        condition = StopWhen.parse(f"reward/mean{compare}1e0")
+        assert condition == ("reward/mean", compare, 1.0) and [x for x in range(3) if condition.holds(x)] == holding
+        assert not condition.holds(float("nan"))
 
 
-@pytest.mark.parametrize("compare, holding", [(">=", [1, 2]), ("<=", [0, 1]), (">", [2]), ("<", [0])])
-def test_comparisons(compare, holding):
-    condition = StopWhen.parse(f"reward/mean{compare}1e0")
-    assert condition == ("reward/mean", compare, 1.0) and [x for x in range(3) if condition.holds(x)] == holding
-    assert not condition.holds(float("nan"))
+WITHOUT = {  # what is said, by the run's flags
+    "--keep-best reward/mean: give a mean of validation, such as val/x/mean@1": {"keep_best": "reward/mean"},
+    "--keep-best val/x/mean@1 needs validations during training": {"keep_best": "val/x/mean@1"},
+    "--stop-when 'val/x/mean@1 > 0' needs validation": {"stop_when": "val/x/mean@1 > 0"},
+}
 
 
-@pytest.mark.parametrize(
-    "message, run",
-    [
-        ("--keep-best reward/mean: give a mean of validation, such as val/x/mean@1", {"keep_best": "reward/mean"}),
-        ("--keep-best val/x/mean@1 needs validations during training", {"keep_best": "val/x/mean@1"}),
-        ("--stop-when 'val/x/mean@1 > 0' needs validation", {"stop_when": "val/x/mean@1 > 0"}),
-    ],
-)
+@pytest.mark.parametrize("message", WITHOUT)
 @pytest.mark.parametrize("validation", [{}, {"val_files": ("x",), "val_every": 0, "val_before_train": False}])
-def test_a_run_without_validation_has_neither(message, run, validation, tmp_path):
-    validation = ValidationArgs(**validation)
-    args = grpo.Args(run=RunArgs(output_dir=str(tmp_path), **run), validation=validation)
+def test_a_run_without_validation_has_neither(message, validation, tmp_path):
+    run = RunArgs(output_dir=str(tmp_path), **WITHOUT[message])
+    args = grpo.Args(run=run, validation=ValidationArgs(**validation))
     args.model.model, args.data.train_files = TOY_MODEL, (str(ROOT / "data/toy/val.jsonl"),)
     with pytest.raises(InputError, match=message):
         args.run.check()
@@ -123,32 +103,23 @@ def test_a_run_goes_on_without_a_metric_that_only_some_steps_have(name, capsys):
 @pytest.mark.parametrize("name", ["val/toi/mean@1", "val/toy/mean@2", "val/toy/acc/mean@4"])
 def test_a_mean_that_no_validation_has_is_refused_before_a_model_loads(name):
     for flag, run in ({"--keep-best": RunArgs(keep_best=name), "--stop-when": RunArgs(stop_when=f"{name}<1")}).items():
-        with pytest.raises(
-            InputError, match=f"{flag} .*{name}.*: no such metric of validation; near: .*val/toy/mean@1"
-        ):
+        said = f"{flag} .*{name}.*: no such metric of validation; near: .*val/toy/mean@1"
+        with pytest.raises(InputError, match=said):
             check_names(run, {"toy": 1, "other/data": 4})
 
 
-@pytest.mark.parametrize("name", ["val/toy/mean@1", "val/toy/acc/mean@1", "val/other/data/mean@4"])
-def test_a_mean_that_a_validation_may_have_passes(name):
-    check_names(RunArgs(keep_best=name, stop_when=f"{name}/ci_low > 0.5"), {"toy": 1, "other/data": 4})
+def test_a_mean_that_a_validation_may_have_passes():
+    for name in ("val/toy/mean@1", "val/toy/acc/mean@1", "val/other/data/mean@4"):
+        check_names(RunArgs(keep_best=name, stop_when=f"{name}/ci_low > 0.5"), {"toy": 1, "other/data": 4})
     check_names(RunArgs(stop_when="val/unscored > 0"), {"toy": 1})
 
 
 # ---- the best checkpoint -------------------------------------------------------------------------
-
-
-def part_of_run(
-    world, folder: Path, bounds: dict[int, float | None], resume: str, name: str, flags: dict
-) -> list[list]:
+def part_of_run(world, folder: Path, bounds: dict[int, float | None], flags: dict) -> list[list]:
     """Steps whose validations have these bounds (None: not validated): [checkpoints, best] after each."""
-    run_args = {"keep_best": MEAN, "keep_checkpoints": 2, "save_every": 2, "export_model": False} | flags
-    args = grpo.Args(
-        run=RunArgs(
-            run_name=name, output_dir=str(folder), resume=resume, total_steps=max(bounds), stage_timeout=0, **run_args
-        )
-    )
-    run = open_run(args, world, grpo.__file__)
+    how = {"keep_best": MEAN, "keep_checkpoints": 2, "save_every": 2, "export_model": False, "stage_timeout": 0}
+    how |= {"output_dir": str(folder), "total_steps": max(bounds)} | flags
+    run = open_run(grpo.Args(run=RunArgs(**how)), world, grpo.__file__)
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -169,7 +140,7 @@ def part_of_run(
 
 
 def steps(folder: Path, bounds: dict, resume: str = "never", name: str = "run", **flags) -> list[list]:
-    [seen] = run_ranks(1, part_of_run, folder, bounds, resume, name, flags)
+    [seen] = run_ranks(1, part_of_run, folder, bounds, {"resume": resume, "run_name": name} | flags)
     return seen
 
 
@@ -194,8 +165,6 @@ def test_the_best_stays_besides_the_newest(tmp_path, capfd):
 
 
 # ---- early stopping ------------------------------------------------------------------------------
-
-
 def test_a_run_ends_after_the_step_in_which_the_condition_holds(tmp_path):
     """As after its last: with a validation, a checkpoint, the export and the last lines. A resume trains no further."""
     rows = (ROOT / "data/toy/val.jsonl").open().readlines()[:8]

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -33,7 +34,6 @@ from lib import InputError, setup
 from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, changed_flags, marked
 from lib.distributed import World
-from lib.log.tracking import Tracker
 from lib.run import Run, open_run
 from lib.run.checkpoint import newest_complete
 from lib.run.lock import take_lock
@@ -60,7 +60,7 @@ from tests.common import (
     with_slow,
 )
 
-FORK = multiprocessing.get_context("fork")
+FORK, WORLD = multiprocessing.get_context("fork"), World(0, 1, torch.device("cpu"))
 
 
 def few_rows(folder: Path) -> str:
@@ -106,8 +106,6 @@ def history(run: Path) -> list[dict]:
 
 
 # ---- on in a run, on from a checkpoint of its own or another's -------------------------------------
-
-
 def test_a_run_goes_on_from_its_newest_checkpoint_only(source, copied):
     """From an earlier one a new run does. The logs of steps that run again are removed."""
     (folder, args), run = copied, copied[0] / "run"
@@ -144,57 +142,41 @@ def _killed_in_cut_logs(run: Path, moment: int) -> None:
     cut_logs(run, 1)
 
 
-def test_a_cut_that_is_killed_is_finished_by_the_next_start(source, tmp_path):
+def test_a_cut_that_is_killed_is_finished_by_the_next_start(source, tmp_path, capsys):
+    """And with it goes the line in which the run was killed."""
     whole, moments = metrics(source[0] / "run"), 0
     while True:
         run = tmp_path / str(moments)
         shutil.copytree(source[0] / "run", run)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            with (run / name).open("a") as file:
+                file.write('{"step": 3, "x": 0.')
         process = FORK.Process(target=_killed_in_cut_logs, args=(run, moments))
         process.start()
         process.join()
         assert steps_of(run) == [1, 2, 3, 4]
         cut_logs(run, 1)
         assert metrics(run) == whole[:1] and not (run / "samples.jsonl").read_text()
+        assert (run / "samples.jsonl").stat().st_mode & 0o077 == 0
         assert {step for step, *_ in rollouts(run)} == {1}
+        capsys.readouterr()
+        cut_logs(run, 1)
+        assert capsys.readouterr().out == ""
         if process.exitcode == 0:
             break
         moments += 1
     assert moments == 5  # two logs, three steps' samples
 
 
-def test_rows_of_steps_that_run_again_are_cut_off_with_a_torn_line(tmp_path, capsys):
-    tracker = Tracker(tmp_path, {}, total_steps=9)
-    for step in range(6):
-        tracker.log({"x": step / 7}, step)
-        tracker.samples([{"prompt": "p", "response": "r\udc80", "score": step}], step)
-    tracker.close()
-    names = ("metrics.jsonl", "samples.jsonl")
-    for name in names:
-        with (tmp_path / name).open("a") as file:
-            file.write('{"step": 3, "x": 0.')  # kill -9 in the middle of a line
-    before = {name: (tmp_path / name).read_bytes() for name in names}
-    capsys.readouterr()
-    for step, kept, gone in ((3, 4, 3), (3, 4, 0), (0, 0, 4)):
-        cut_logs(tmp_path, step)
-        for name, text in before.items():
-            assert (tmp_path / name).read_bytes() == b"".join(text.splitlines(keepends=True)[:kept])
-        rows = f"removed what came after step {step}: {gone} rows of metrics.jsonl, {gone} rows of samples.jsonl\n"
-        assert capsys.readouterr().out == rows * (gone > 0)
-    assert (tmp_path / "samples.jsonl").stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.parametrize("row", [b"\x00\xff\n", b"[]\n", b'{"step": null}\n'])
-def test_a_row_that_is_none_is_named_with_its_line(tmp_path, row):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + row + b'{"step": 2}\n')
-    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: not a row of a run"):
-        cut_logs(tmp_path, 1)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"'])
-def test_a_config_that_cannot_be_read_is_one_line(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InputError, match=r"config\.json: not a JSON object"):
-        read_json(tmp_path / "config.json")
+def test_files_that_no_run_has_written_are_one_line(tmp_path):
+    for row in (b"\x00\xff\n", b"[]\n", b'{"step": null}\n'):
+        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + row + b'{"step": 2}\n')
+        with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: not a row of a run"):
+            cut_logs(tmp_path, 1)
+    for text in ("", "{", "[1]", '"x"'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InputError, match=r"config\.json: not a JSON object"):
+            read_json(tmp_path / "config.json")
 
 
 def test_another_runs_checkpoint_starts_a_new_run_and_overwrites_none(source, copied):
@@ -218,8 +200,6 @@ def test_another_runs_checkpoint_starts_a_new_run_and_overwrites_none(source, co
 
 
 # ---- checkpoints that were moved or renamed ------------------------------------------------------
-
-
 def moved(checkpoint: Path, to: Path) -> None:
     """To another disk, with a link in its place that starts from the link's own folder."""
     shutil.move(checkpoint, to)
@@ -248,8 +228,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_anything_is_remove
 
     def state() -> dict:
         """Less the record of each start and the lock."""
-        names = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"]
-        return {path: path.read_bytes() for path in names if "starts" not in path.parts}
+        return {path: path.read_bytes() for path in times(run) if "starts" not in path.parts}
 
     shutil.move(run / "checkpoints/step_000004", folder / "kept")
     before = state()
@@ -266,8 +245,6 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused_before_anything_is_remove
 
 
 # ---- flags ---------------------------------------------------------------------------------------
-
-
 def test_what_does_not_change_results_may_change(source, copied):
     """Memory and speed; the model and the data at another place. 1e-3: sums in another order."""
     folder, args = copied
@@ -335,11 +312,8 @@ def test_another_script_needs_consent_and_flags_that_come_or_go_are_reported(cop
     mine = str(folder / "mine")
     assert "script was grpo.py, is mine.py" in error_of(fork(mine, folder, *args))
     done = ran(fork(mine, folder, *args, "--resume-override", "script"))
-    for line in (
-        "changed: script was grpo.py, is mine.py",
-        "not known to the checkpoint: --parts 10000",
-        "not known to mine.py: --kl-horizon 10000",
-    ):
+    said = "changed: script was grpo.py, is mine.py", "not known to the checkpoint: --parts 10000"
+    for line in (*said, "not known to mine.py: --kl-horizon 10000"):
         assert f"\n{line}" in done.stdout
     assert json.loads((folder / "run/config.json").read_text())["script"] == "mine.py"
     changes = (folder / "run/starts/2/changes.patch").read_text()
@@ -417,26 +391,30 @@ def test_the_table_of_what_may_change_is_that_of_the_code(script):
 
 
 # ---- what ran ------------------------------------------------------------------------------------
+def git(folder: Path, *words: str) -> str:
+    command = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(folder), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def checkout(folder: Path) -> dict[str, Path]:
+    """A repository with a script, whose starts git ignores: {its name: its path}."""
+    (folder / "mine.py").write_text("first = 1\n")
+    (folder / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "starts\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        git(folder, *words)
+    return {"mine.py": folder / "mine.py"}
 
 
 def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     """Of a checkout of git also what differs from its commit; a key of the environment is redacted."""
     monkeypatch.setenv("MY_API_KEY", "correct-horse")
-    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
-    script = tmp_path / "mine.py"
-    script.write_text("first = 1\n")
-    write_start(
-        tmp_path / "starts/1",
-        {"mine.py": script},
-        "python mine.py --lr 1",
-        {"lr": [1.0, 1e-6], "x": ["correct-horse", ""]},
-    )
-    (tmp_path / ".gitignore").write_text("starts\n")
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], check=True)
-    script.write_text("first = 2  # correct-horse\n")
+    (tmp_path / "mine.py").write_text("first = 1\n")
+    flags = {"lr": [1.0, 1e-6], "x": ["correct-horse", ""]}
+    write_start(tmp_path / "starts/1", {"mine.py": tmp_path / "mine.py"}, "python mine.py --lr 1", flags)
+    script = checkout(tmp_path)
+    script["mine.py"].write_text("first = 2  # correct-horse\n")
     (tmp_path / "new.py").write_text("")
-    write_start(tmp_path / "starts/2", {"mine.py": script}, "python mine.py", {})
+    write_start(tmp_path / "starts/2", script, "python mine.py", {})
     first, second = (json.loads((tmp_path / f"starts/{n}/start.json").read_text()) for n in (1, 2))
     assert (tmp_path / "starts/1/mine.py").read_text() == "first = 1\n"
     assert first["command"] == "python mine.py --lr 1" and first["commit"] is None
@@ -445,8 +423,7 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
     found = reversed([*importlib.metadata.distributions()])  # the first on the path counts
     installed = {package.metadata["Name"]: package.version for package in found}
     assert first["packages"] == installed and "torch" in installed
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert second["commit"] == head and second["untracked"] == ["new.py"]
+    assert second["commit"] == git(tmp_path, "rev-parse", "HEAD") and second["untracked"] == ["new.py"]
     diff = tmp_path / "starts/2/diff.patch"
     assert "-first = 1" in diff.read_text() and "correct-horse" not in diff.read_text()
     assert diff.stat().st_mode & 0o077 == 0 and not (tmp_path / "starts/1/diff.patch").exists()
@@ -454,18 +431,13 @@ def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
 
 def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeypatch):
     """Thousands of untracked files, a git that hangs."""
-    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
-    script = tmp_path / "mine.py"
-    script.write_text("first = 1\n")
-    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "starts\n")
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], check=True)
+    script = checkout(tmp_path)
     for folder, number in (("new", 3000), (".venv-trl", 5)):
         (tmp_path / folder).mkdir()
         for i in range(number):
             (tmp_path / folder / f"{i:0100}").touch()
     (tmp_path / ".venv").symlink_to(".venv-trl")
-    write_start(tmp_path / "starts/1", {"mine.py": script}, "", {})
+    write_start(tmp_path / "starts/1", script, "", {})
     start = json.loads((tmp_path / "starts/1/start.json").read_text())
     assert start["untracked"] == [f"new/{i:0100}" for i in range(50)]
 
@@ -475,19 +447,18 @@ def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeyp
     (tmp_path / "bin/git").chmod(0o755)
     monkeypatch.setattr(opening_module, "_commit", lambda folder: "abc")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    write_start(tmp_path / "starts/2", {"mine.py": script}, "", {})
+    write_start(tmp_path / "starts/2", script, "", {})
     assert "took longer" in (tmp_path / "starts/2/diff.patch").read_text()
 
 
 def test_config_json_says_what_takes_effect(tmp_path, capfd):
     """Of flags that are left to the run: here the correction of --async-level, which no flag names."""
     args = grpo.Args(run=RunArgs(run_name="run", output_dir=str(tmp_path), export_model=False))
-    cpu = torch.device("cpu")
 
     def effective(**changed):
         for name, value in changed.items():
             setattr(args, name, value)
-        return setup.check(args, cpu).effective
+        return setup.check(args, WORLD.device).effective
 
     on_policy = {"rollout_engine": "hf", "compute_dtype": "float32", "attn_implementation": "packed_sdpa"}
     on_policy |= {"old_log_probs": "not needed", "sharding": "zero1"}
@@ -524,14 +495,6 @@ def test_flags_that_differ_from_their_defaults():
 
 
 # ---- one writer ----------------------------------------------------------------------------------
-
-
-def _hold(folder: Path, ready) -> None:
-    with take_lock(folder):
-        ready.set()
-        time.sleep(1000)
-
-
 def test_names_that_were_not_given_are_each_runs_own(monkeypatch):
     """A sweep starts several runs in the same second, on several hosts, all with the same seed."""
     monkeypatch.setattr(time, "strftime", lambda *_: "20260101-120000")
@@ -570,42 +533,31 @@ def test_a_second_start_at_the_same_moment_gets_neither_the_folder_nor_the_recor
     assert ends == [0, 0]
 
 
-@pytest.fixture
-def held(tmp_path):
-    """(folder, process that has its lock)."""
-    ready = FORK.Event()
-    holder = FORK.Process(target=_hold, args=(tmp_path / "run", ready))
+def _hold(folder: Path, ready) -> None:
+    with take_lock(folder):
+        ready.set()
+        time.sleep(1000)
+
+
+def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(tmp_path, monkeypatch):
+    """A new start waits a while for the old process to end."""
+    ready, folder = FORK.Event(), tmp_path / "run"
+    holder = FORK.Process(target=_hold, args=(folder, ready), daemon=True)
     holder.start()
     ready.wait()
-    yield tmp_path / "run", holder
-    holder.kill()
-    holder.join()
-
-
-def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(held, monkeypatch):
-    monkeypatch.setattr(lock_module, "PATIENCE_S", 0)
-    folder, holder = held
     in_use = rf"in use by pid {holder.pid} on .* since 20.*: end that run first.*gone for good, delete {folder}/.lock\)"
-    with pytest.raises(InputError, match=in_use):
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=in_use):
+        patch.setattr(lock_module, "PATIENCE_S", 0)
         take_lock(folder)
-    holder.kill()
-    holder.join()
-    take_lock(folder).close()
-
-
-def test_a_new_start_waits_for_the_old_process_to_end(held):
-    folder, holder = held
     killer = FORK.Process(target=lambda: (time.sleep(0.5), os.kill(holder.pid, signal.SIGKILL)))
     killer.start()
     take_lock(folder).close()
     killer.join()
+    holder.join()
 
 
 def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, capsys):
-    def refuse(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=OSError(95, "Operation not supported")))
     take_lock(tmp_path).close()
     assert "no file locks here (Operation not supported)" in capsys.readouterr().out
 
@@ -667,7 +619,7 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
 
 def test_the_last_checkpoint_is_written_before_the_export(tmp_path, monkeypatch):
     """A full disk may end the run there, at once."""
-    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), World(0, 1, torch.device("cpu")), None)
+    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), WORLD, None)
     run._saving = ThreadPoolExecutor(1).submit(time.sleep, 0.2)
     monkeypatch.setattr(run_module, "export_hf", lambda *_: [] if run._saving.done() else pytest.fail("too early"))
     run.export(SimpleNamespace(forward=SimpleNamespace(compute_dtype=torch.float32), module=None), None)
@@ -695,8 +647,6 @@ def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
 
 
 # ---- an end before the time ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", with_slow([1, 2], 2))
 def test_a_crash_leaves_a_curve_and_says_what_was_wrong_before(source, tmp_path, ranks):
     """On one rank; on another rank than that which draws."""
@@ -717,10 +667,8 @@ def test_a_run_begins_with_a_header_and_ends_with_the_next_commands(source):
     first = next(number for number, line in enumerate(lines) if line.startswith("step 1/4 | reward"))
     header = ["training prompts: ", "validation prompts: ", "8 prompts x 4 = 32 responses a step", "run folder: "]
     assert all(any(line.startswith(start) for line in lines[:first]) for start in header)
-    validated = [
-        line.split("/")[0] for line in lines if line.startswith("step ") and "val/toy/arithmetic/mean@1" in line
-    ]
-    assert validated == ["step 2", "step 4"]
+    validated = [line for line in lines if line.startswith("step ") and "val/toy/arithmetic/mean@1" in line]
+    assert [line.split("/")[0] for line in validated] == ["step 2", "step 4"]
     page, export, more = lines[-3:]
     assert page == f"page of curves and samples: python -m tools.page {folder}/run"
     assert export == f"a checkpoint as a model: python -m tools.export {folder}/run --step 4"
@@ -729,7 +677,7 @@ def test_a_run_begins_with_a_header_and_ends_with_the_next_commands(source):
 
 
 def test_more_steps_are_not_suggested_where_the_schedule_has_ended(tmp_path, capsys):
-    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), World(0, 1, torch.device("cpu")), None)
+    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), WORLD, None)
     run._print_next_commands()
     assert capsys.readouterr().out == ""  # no checkpoint
     run.checkpoint, run.own = tmp_path / "checkpoints/step_000007", True
@@ -759,14 +707,10 @@ def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, l
     args = [*source[1], "--val-every", "0", "--run-name", "run", "--total-steps"]
     arguments = command("grpo", tmp_path, *args, "1000", launcher=launcher)
     log = tmp_path / "log"
-    job = subprocess.Popen(
-        arguments,
-        env=environment(),
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background shell ignores it
-    )
+    how = {"env": environment(), "stdout": log.open("w"), "stderr": subprocess.STDOUT, "start_new_session": True}
+    # a background shell ignores it
+    how["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+    job = subprocess.Popen(arguments, **how)
     try:
         while not (tmp_path / "run/checkpoints/step_000002").exists() and job.poll() is None:
             time.sleep(0.05)

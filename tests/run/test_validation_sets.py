@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,9 +22,8 @@ def files(folder: Path) -> list[str]:
     for name, number in (("a", 5), ("b", 6)):
         own = [row | {"data_source": f"toy/{name}"} for row in rows[:number]]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    (folder / "scorer.py").write_text(
-        "def score(solution_str, **_):\n    return {'score': 0.5, 'chars': len(solution_str)}\n"
-    )
+    scorer = "def score(solution_str, **_):\n    return {'score': 0.5, 'chars': len(solution_str)}\n"
+    (folder / "scorer.py").write_text(scorer)
     return [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
 
 
@@ -49,16 +49,13 @@ def test_each_file_has_its_own_sampling(tmp_path):
     assert max(len(row["response"]) for row in of["a"]) < max(len(row["response"]) for row in of["b"])
     assert len({row["response"] for row in of["a"]}) > 5  # not greedy
 
-    alone, own = validate(
-        tmp_path, "alone", "--val-files", b, "--val-kwargs", "max_response_length=40", "--max-val-samples", "5"
-    )
+    flags = ["--val-files", b, "--val-kwargs", "max_response_length=40", "--max-val-samples", "5"]
+    alone, own = validate(tmp_path, "alone", *flags)
     assert {name: value for name, value in alone.items() if "/b/" in name}.items() <= metrics.items()
     assert [row["response"] for row in own] == [row["response"] for row in of["b"]]
     again, twice = validate(tmp_path, "ranks", "--val-files", a, b, *PER_FILE, ranks=2)
     assert twice == samples
-    assert {n: x for n, x in again.items() if n.startswith("val/")} == {
-        n: x for n, x in metrics.items() if n.startswith("val/")
-    }
+    assert all(again[name] == value for name, value in metrics.items() if name.startswith("val/"))
 
 
 def test_one_value_is_for_all_files():
@@ -79,10 +76,7 @@ def test_errors_name_the_flag():
         ValidationArgs(val_files=("a", "b", "c"), val_samples=(1, 2)).check()
     with pytest.raises(InputError, match="--val-samples 4 are all the same at --val-temperature 0"):
         ValidationArgs(val_files=("a", "b"), val_samples=(1, 4), val_temperature=(1.0, 0.0)).check()
-
-    class Data:
-        data_sources = frozenset({"x"})
-
+    data = SimpleNamespace(data_sources=frozenset({"x"}))
     sets = ValidationArgs(val_files=("a", "b"), val_samples=(1, 4), val_temperature=(1.0,)).sets()
     with pytest.raises(InputError, match="--val-files: a and b both have data_source 'x'"):
-        check_sources([(own, Data()) for own in sets])
+        check_sources([(own, data) for own in sets])
