@@ -1,5 +1,5 @@
 """lib/data/: rows over ranks, and micro-batches of rows that share prompts. Of rows that do not:
-tests/distributed/test_distributed.py."""
+tests/scripts/test_flag_pairs.py."""
 
 import itertools
 import re
