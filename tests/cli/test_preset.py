@@ -137,9 +137,6 @@ def test_a_script_of_ones_own_has_the_part_of_its_parent(tmp_path):
         assert (args.teacher, args.critic_lr, args.data.shuffle) == ("t", 3e-4, len(words[1]) == 1)
 
 
-# ---- learning rates ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("lr", "kind", "parameters", "noted"),
     [
@@ -176,9 +173,6 @@ def test_a_run_says_what_it_trains_and_notes_its_learning_rates(tmp_path):
     [note] = [line for line in lines if line.startswith("note: ") and "learning rate" in line]
     usual = "usual in full fine-tuning of 0.00054 B parameters are 1e-07 to 3e-05 (docs/defaults.md)"
     assert note == f"note: actor: learning rate 0.0003: {usual}"
-
-
-# ---- docs/defaults.md ----------------------------------------------------------------------------
 
 
 @cache

@@ -37,9 +37,6 @@ def terms() -> set[tuple[str, tuple[str, ...]]]:
     return {(name, tuple(values.split("|")) if values else ()) for name, _, values in split}
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-
 def test_every_flag_is_in_the_table():
     assert [name for name in FLAGS if not rows_with(name)] == []
 

@@ -203,9 +203,6 @@ def test_a_run_prints_and_keeps_no_key(done_run):
     assert not any(KEY in text for text in (done.stdout, done.stderr, *files))
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 

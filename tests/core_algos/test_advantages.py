@@ -357,9 +357,6 @@ def test_estimator_inputs():
         assert not get_adv_estimator_fn(name)(rewards, mask, ["u", "u"], **tensors)[0].requires_grad, name
 
 
-# ---------------------------------------------------------------------------------------- value loss
-
-
 @for_all(seed=seeds, clip=st.sampled_from([0.2, 0.5, math.inf]))
 def test_value_loss_equals_the_loop_with_its_gradient(seed, clip):
     b = random_batch(seed)
@@ -399,9 +396,6 @@ def test_explained_variance():
     equal = (0.7 - values) + values  # as the critic's returns are, all equal but for rounding
     assert len(equal.unique()) > 1 and explained_variance(values, equal, mask) == 0
     assert explained_variance(values, returns, 0 * mask) == 0
-
-
-# ------------------------------------------------------------------------------------ KL in the reward
 
 
 @for_all(seed=seeds, beta=st.floats(0, 2))

@@ -282,9 +282,6 @@ def test_the_dual_clip_may_be_left_out():
         compute_policy_loss(*args, clip_ratio_c=1.0)
 
 
-# -------------------------------------------------------------------------------------- KL and entropy
-
-
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
@@ -347,9 +344,6 @@ def test_kl_estimators_by_exact_enumeration(seed, vocabulary):
     close(gradient_of(expected("k1")), torch.zeros_like(gradient))
     close(gradient_of(expected("k3")), gradient_of(forward))
     assert not torch.allclose(gradient_of(forward), gradient, rtol=1e-6, atol=0)
-
-
-# ---- masks ---------------------------------------------------------------------------------------
 
 
 @for_all(60, seed=seeds, rows=st.integers(0, 6), width=st.integers(0, 5), drops=st.integers(0, 4))

@@ -252,9 +252,6 @@ def test_two_jobs_on_one_node_copy_a_file_once(cache, server):
     assert sum(asked.startswith("GET") for asked in server.asked) == 1
 
 
-# ---- whole runs ----------------------------------------------------------------------------------
-
-
 def test_a_run_on_two_ranks_reads_models_and_rows_at_urls(tmp_path, cache, server, monkeypatch):
     """One download for both ranks; config.json keeps the URLs; a resume sees that the rows have changed; a dry run
     copies no weights."""

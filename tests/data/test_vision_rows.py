@@ -166,8 +166,6 @@ def pixels(image):
 
 ONE, TWO = base64_of(picture(1)), base64_of(picture(2))
 
-# ---- forms ----
-
 
 def test_each_form_of_an_image_is_the_same_image(tmp_path):
     image = picture()
@@ -364,9 +362,6 @@ def test_a_template_that_leaves_images_out_is_found(tmp_path):
     assert f"{file} row 0: the templated prompt has 0 image placeholders (<image>) for 1 images" in said
 
 
-# ---- what is made ----
-
-
 @pytest.mark.parametrize("kind", PER_IMAGE)
 def test_an_item(tmp_path, kind):
     """Against the processor, given the picture itself."""
@@ -424,9 +419,6 @@ def test_text_that_spells_a_placeholder_stays_text(tmp_path):
     assert "has 2 image placeholders (<image>) for 1 images" in said
 
 
-# ---- too long, too many ----
-
-
 def test_too_long_is_counted_with_expanded_placeholders(tmp_path):
     file = write(tmp_path / "a.jsonl", [make_row("<image>" * n, [ONE] * n, n) for n in (1, 2, 3)])
     lengths = [int(open_rows(file)[i]["attention_mask"].sum()) for i in range(3)]
@@ -455,9 +447,6 @@ def test_a_prompt_with_images_is_never_cut(tmp_path, truncation):
     assert "a prompt with images cannot be cut" in said if truncation != "error" else "row 0" in said
     dataset = open_rows(write(tmp_path / "b.jsonl", rows[:1]), max_prompt_length=10, truncation="left", **cut)
     assert dataset[0]["raw_prompt_ids"] == dataset[0]["input_ids"].tolist()
-
-
-# ---- positions ----
 
 
 def rope_model(kind):

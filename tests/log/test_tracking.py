@@ -34,9 +34,6 @@ def lines(file: Path, torn: bool = False) -> list[dict]:
     return [json.loads(row, parse_constant=no_constant) for row in rows]
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def test_metrics_are_exact_flushed_and_valid_json(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=2)
     third = 1 / 3

@@ -193,7 +193,15 @@ ANSWERS: dict[str, list[tuple]] = {  # scorer: (truth, right answers, wrong ones
          ["<answer>Pa</answer>\n<answer>ris</answer>", "<think><answer>Paris</answer></think>",
          "Paris"]),
         ("New York", ["<answer>New\xa0York</answer>"], []),
-        ("42", ["<answer>\uff14\uff12</answer>"], []),
+        ("42", ["<answer>\uff14\uff12</answer>"], []), ([42], ["<answer>42</answer>"], []),
+        (["NYC", "New York"], ["<think>so</think><answer>wrong</answer> <answer>  new\n york </answer>"],
+         ["<answer>New York City</answer>"]),
+        ({"target": ["USA"]}, ["<answer>U.S.A.</answer>"], []),
+        ({"target": "a apple"}, ["<answer>the an apple</answer>"], []),
+        ({"target": np.array(["December 14, 1972"], dtype=object)}, ["<answer>december 14 1972</answer>"],
+         ["<answer>14 December 1972</answer>"]),
+        (["the"], [], ["<answer>an</answer>", "<answer></answer>"]),
+        (["z\xfcrich"], ["<answer>Z\xfcrich!</answer>"], []),
     ],
     "countdown": [
         ({"target": 24, "numbers": [4, 6]}, ["<answer>4*6</answer>", "<answer>4\xd76</answer>",
@@ -213,14 +221,21 @@ ANSWERS: dict[str, list[tuple]] = {  # scorer: (truth, right answers, wrong ones
     ],
     "format": [
         ("", ["a</think><answer>b</answer>", "\na\n</think>\n<answer>b</answer>",
-         "<think>a</think><answer>b</answer>"], ["</think><answer>b</answer>", "a</think>b",
-         "a<answer>b</answer>", "a</think>b</think><answer>b</answer>",
-         "x<think>a</think><answer>b</answer>", "<answer>b</answer>a</think>"]),
+         "<think>a</think><answer>b</answer>",
+         "\n<think>\na\nb\n</think>\n\n<answer>b</answer>\n",
+         "<think>1 < 2 <b>\\boxed{</think><answer>b</answer>"],
+         ["</think><answer>b</answer>", "a</think>b", "a<answer>b</answer>", "",
+         "a</think>b</think><answer>b</answer>", "x<think>a</think><answer>b</answer>",
+         "<answer>b</answer>a</think>", "<think>a<answer>b</answer></think>",
+         "<think>a</think><answer>b</answer> Right?", "<think>a</think><answer> \n</answer>",
+         "<think>a</think><answer>b</answer><answer>c</answer>",
+         "<think><think>a</think><answer>b</answer>"]),
     ],
     "geometry3k": [
         ("51", ["it is \\boxed{50}</think> \\boxed{51}", "<think>a</think> \\boxed{**51**}"],
          ["<think>it is \\boxed{51}</think> \\boxed{50}"]),
         ("-51", ["<think>a</think> \\boxed{\u221251}"], []),
+        ("48", ["<think>a</think> The area is \\boxed{48 \\text{ cm}^2}."], []),
     ],
 }
 # fmt: on
@@ -275,6 +290,7 @@ def test_a_truth_is_one_text_or_number(scorer):
         ("gsm8k", "2 + 16 = 18\n#### 18", "#### 18"),
         ("math_dapo", "\u22123", "Answer: -3"),
         ("multiple_choice", ["B"], "Answer: B"),
+        ("multiple_choice", "(b)", "Answer: B"),
         ("multiple_choice", "B) Paris", "Answer: B"),
         ("math", ["-3"], "The answer is \u22123"),
         ("math", 3.0, "\\boxed{3}"),
@@ -301,6 +317,7 @@ BAD = {
     "search_qa": [None, "", " ", [], [""], {}, {"a": 1}, {"target": []}, {"target": None}, [None], ["a", None], True],
     "countdown": [*NONE, "24", 24, "{", *({**GAME, "target": target} for target in (None, "x", [24], "1/0"))]
     + [{**GAME, "numbers": numbers} for numbers in (None, [], 4, ["x"], [4.5])],
+    "similarity": [None, "", ["nus", "sun"], {"answer": "nus"}],
     "reasoning_gym": [*NONE, "18", "{}", '{"task": "gcd"}'],
 }
 

@@ -346,50 +346,21 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
 # ---- what scorers print ----------------------------------------------------------------------------
 
 NOISY = """
-import os, subprocess, sys, threading, time
+import os, subprocess, sys
 from lib.reward.frames import Frames
 from rewards.code import compute_score as run_program
-
-here = os.path.dirname(__file__)
-
-def plain():
-    print("to stdout")
-    print("to stderr", file=sys.stderr)
-    print("kind", 1)
-    print("kind", 23)
-
-def gigabyte():
-    for _ in range(1000):
-        os.write(1, b"z" * 2**20)
-
-def without_newline():
-    print("no end of line", end="")
-    os._exit(3)
-
-def binary():
-    os.write(1, bytes(range(256)) + b"\\n\\x1b[31mred\\x1b]0;title\\x07\\xe2\\x80\\xae")
 
 class Sent:
     def send(self, data):
         os.write(1, data)
         return len(data)
 
-def protocol():
+def write_an_answer():
     answer = (0).to_bytes(8, "big") + b'+[["ok", {"score": 9.0}]]'
     Frames(Sent(), 0).send(answer)
     os.write(2, b"\\0" * 8)
 
-def close():
-    os.close(1)
-    os.close(2)
-
-def child():
-    subprocess.run("echo from a child; echo its error >&2", shell=True, check=True)
-
-def secret():
-    print("the key is", os.environ["OPENAI_API_KEY"], "and", os.environ["ODD"])
-
-def program():
+def run_programs():
     assert run_program("code", MODELS, ["assert f(3) == 1"])["score"] == 1
     assert run_program("code", MODELS + "f(3)", {"inputs": [""], "outputs": ["MODELS\\nMODELS"]})["score"] == 1
     run_program("code", MODELS, ["assert f(64) == 1"])
@@ -409,9 +380,14 @@ def f(fds):
 
 def score(data_source, solution_str, ground_truth, extra_info=None, api_key_env=""):
     if data_source != "calm":
-        globals()[data_source]()
+        exec(data_source)
     return float(solution_str)
 """
+LINES = "print('to stdout'); print('to stderr', file=sys.stderr); print('kind 1'); print('kind 23')"
+KEYS = "print('the key is', os.environ['OPENAI_API_KEY'], 'and', os.environ['ODD'])"
+GIGABYTE = "for _ in range(1000): os.write(1, b'z' * 2**20)"
+BINARY = r"os.write(1, bytes(range(256)) + b'\n\x1b[31mred\x1b]0;title\x07\xe2\x80\xae')"
+CLOSE = "os.close(1); os.close(2)"
 
 
 @pytest.fixture(scope="module")
@@ -446,38 +422,38 @@ def printed_by(noisy, kind: str, step: int, capfd) -> tuple[list[str], str, list
 @pytest.mark.parametrize(
     ("kind", "logged", "score"),
     [
-        ("plain", ["to stdout", "to stderr", "kind 1", "kind 23"], 1),
-        ("without_newline", ["no end of line"], -1),
-        ("child", ["from a child", "its error"], 1),
-        ("secret", ["the key is *** and ***"], 1),
+        (LINES, ["to stdout", "to stderr", "kind 1", "kind 23"], 1),
+        ("print('no end of line', end=''); os._exit(3)", ["no end of line"], -1),
+        ("subprocess.run('echo from a child; echo its error >&2', shell=True)", ["from a child", "its error"], 1),
+        (KEYS, ["the key is *** and ***"], 1),
     ],
 )
 def test_what_a_scorer_prints_is_in_the_log_and_its_first_lines_on_the_console(noisy, capfd, kind, logged, score):
     lines, out, scores = printed_by(noisy, kind, 7, capfd)
     assert lines == [f"step 7 noisy.score: {line}" for line in logged] and scores == [score, 2]
     assert [f"scorer noisy.score: {line}" in out for line in logged] == [line != "kind 23" for line in logged]
-    if kind == "plain":
+    if kind == LINES:
         assert f"what scorers print is in {noisy.log}" in out and noisy.log.stat().st_mode & 0o777 == 0o600
         lines, out, _ = printed_by(noisy, kind, 8, capfd)
         assert len(lines) == 4 and not out
 
 
-@pytest.mark.parametrize("kind", ["gigabyte", "binary", "protocol", "close"])
+@pytest.mark.parametrize("kind", [GIGABYTE, BINARY, "write_an_answer()", CLOSE])
 def test_no_print_reaches_another_score_or_the_terminal_as_it_is(noisy, capfd, kind):
     lines, out, scores = printed_by(noisy, kind, 9, capfd)
     assert scores == [1, 2] and len(out) < 4000
-    assert sum(map(len, lines)) < 70_000 and bool(lines) == (kind != "close")
-    if kind == "gigabyte":
+    assert sum(map(len, lines)) < 70_000 and bool(lines) == (kind != CLOSE)
+    if kind == GIGABYTE:
         assert lines[-1] == f"step 9 noisy.score: [{1000 * 2**20 - 2**16} more bytes in this call are left out]"
-    if kind == "binary":
+    if kind == BINARY:
         assert "\ufffd[31mred\ufffd]0;title\ufffd\ufffd" in out and "\ufffd[31mred" in lines[-1]
-    if kind == "close":  # for this worker, which goes on
+    if kind == CLOSE:  # for this worker, which goes on
         noisy.close()
         noisy._start()
 
 
 def test_what_a_models_program_prints_is_in_no_log(noisy, capfd):
-    lines, out, scores = printed_by(noisy, "program", 12, capfd)
+    lines, out, scores = printed_by(noisy, "run_programs()", 12, capfd)
     assert (lines, out, scores) == ([], "", [1, 2])
 
 
@@ -669,8 +645,6 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     assert scores.sum(1).tolist() == [1, 0, 1] * 3 and metrics == counts(crash=3)
     assert (tmp_path / "imports").read_text() == "xx"  # load_scorers, the supervisor
 
-
-# ---- a scorer that always fails --------------------------------------------------------------------
 
 FAILS = """
 import os, time
@@ -1120,9 +1094,6 @@ def test_a_group_that_fails_costs_its_own_responses(manager_of, capsys):
     assert "ValueError: a bad group" in capsys.readouterr().out
 
 
-# ---- shadow scorers --------------------------------------------------------------------------------
-
-
 SHADOWS = """
 import math
 
@@ -1186,9 +1157,6 @@ def _correlation(world):
 def test_a_correlation_is_that_of_all_ranks():
     [one, other] = run_ranks(2, _correlation)
     assert one == other == (pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1], rel=1e-12), 1)  # float64
-
-
-# ---- what a scorer gets of the tokens ----
 
 
 def text_of(responses: list[list[int]], mask: list[list[int]], tokenizer) -> list[str]:

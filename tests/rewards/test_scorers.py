@@ -39,8 +39,6 @@ from tests.rewards.test_math import BRACKETS
 
 ROOT = Path(__file__).parents[2]
 
-# ---- which scorer ----
-
 
 @pytest.mark.parametrize(
     ("data_source", "module"),
@@ -146,9 +144,6 @@ def test_last_tagged_is_the_last_match(text):
     assert last_tagged(text) == (found[-1].strip() if found else None)
 
 
-# ---- numbers ----
-
-
 @given(st.from_regex(r"-?[0-9]{0,9}(\.[0-9]{0,9})?", fullmatch=True).filter(lambda text: re.search("[0-9]", text)))
 def test_canonical_numbers_are_equal_as_texts_where_they_are_equal_as_decimals(text):
     value, canonical = Decimal(text), gsm8k.canonical(text)
@@ -224,20 +219,15 @@ def test_a_response_without_a_box_is_searched_at_its_end():
     assert math_reward.compute_score("", "The final answer is $7$." + " " * math_reward.TAIL, "7")["score"] == 0.0
 
 
-# ---- math_dapo ----
-
-
 @pytest.mark.parametrize(
     ("response", "truth", "pred"),
     [
-        ("Answer: 35", "34", "35"),
         (r"\boxed{34}", "34", None),  # strict_box_verify is for this
         ("Answer: 34" + " and more" * 40, "34", None),  # not in the last 300 characters
         (r"Answer: (1,\ 2)", "(12)", "(1,2)"),
         ("Answer: the answer is 34", "34", "theansweris34"),
         ("Answer: ٣٤", "34", "٣٤"),
         ("Answer: $", "34", None),
-        ("", "34", None),
     ],
 )
 def test_math_dapo_wrong(response, truth, pred):
@@ -260,9 +250,6 @@ def test_math_dapo_integers(number, shape):
     scored = math_dapo.compute_score("aime", f"Answer: {shape.format(number)}", str(number))
     assert scored == {"score": 1.0, "acc": 1.0, "pred": str(number)}
     assert math_dapo.compute_score("aime", f"Answer: {shape.format(number)}", str(number + 1))["score"] == -1.0
-
-
-# ---- countdown ----
 
 
 # fmt: off
@@ -323,19 +310,14 @@ def test_countdown_takes_exactly_the_equations_that_reach_the_target_with_the_nu
     assert score({"target": target, "numbers": [numbers[0] + other, *numbers[1:]]})["acc"] == 0.0
 
 
-# ---- geometry3k ----
-
-
 @pytest.mark.parametrize(
     ("response", "truth", "acc", "form"),
     [
         (r"<think>45-45-90</think> \boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0, 1.0),
-        (r"<think>a</think> The area is \boxed{48 \text{ cm}^2}.", "48", 1.0, 1.0),
         (r"<think>a</think> \boxed{50}", "51", 0.0, 1.0),
         (r"so \boxed{51}", "51", 1.0, 0.0),
         (r"Well, <think>a</think> \boxed{51}", "51", 1.0, 0.0),
         (r"a</think> \boxed{51}", "51", 1.0, 1.0),  # the prompt ends with <think>
-        (r"<think>it is \boxed{51}</think>", "51", 0.0, 0.0),
         (r"<think>a</think> \boxed{51", "51", 0.0, 0.0),
         (r"<think>a</think> \boxed{}", "51", 0.0, 1.0),
         ("", "51", 0.0, 0.0),
@@ -347,9 +329,6 @@ def test_geometry3k(response, truth, acc, form):
     assert scored["score"] == pytest.approx(0.9 * acc + 0.1 * form)
     assert scored["pred"] != ""  # no answer is None, and has no vote
     assert geometry3k.compute_score("", response, truth, format_score=0.0)["score"] == acc
-
-
-# ---- multiple_choice ----
 
 
 NO_CHOICE = [
@@ -379,38 +358,18 @@ def test_two_letters_are_no_answer(first, second, shape, between):
         assert multiple_choice.extract_letter(shape.format(pair)) == ""
 
 
-def test_multiple_choice_truths():
-    assert multiple_choice.compute_score("", "Answer: B", "(b)")["score"] == 1.0
-    for truth in ("Paris", "AB", 1, ""):
-        with pytest.raises(InputError, match="give a letter A to J"):
-            multiple_choice.compute_score("cais/mmlu", "Answer: B", truth)
-
-
-# ---- search_qa ----
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "em", "f1"),
-    [
-        ("The Beatles!", "beatles", 1.0, 1.0),
-        ("  new\n york ", ["NYC", "New York"], 1.0, 1.0),
-        ("New York City", ["NYC", "New York"], 0.0, 0.8),
-        ("U.S.A.", {"target": ["USA"]}, 1.0, 1.0),
-        ("the an apple", {"target": "a apple"}, 1.0, 1.0),
-        ("14 December 1972", {"target": np.array(["December 14, 1972"], dtype=object)}, 0.0, 1.0),
-        ("no no no", ["no"], 0.0, 0.5),
-        ("an", ["the"], 0.0, 0.0),  # articles and nothing else
-        ("", ["the"], 0.0, 0.0),
-        ("Zürich", ["zürich"], 1.0, 1.0),
-        ("42", [42], 1.0, 1.0),
-    ],
-)
-def test_search_qa(answer, truth, em, f1):
-    response = f"<think>so</think><answer>wrong</answer> <answer>{answer}</answer>"
-    assert search_qa.compute_score("nq", response, truth)["score"] == em
-    assert search_qa.compute_score("nq", response, truth, metric="em")["score"] == em
-    assert search_qa.compute_score("nq", response, truth, metric="f1")["score"] == pytest.approx(f1)
-    assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": None}  # without the tags
+def test_search_qa():
+    """test_answer_forms.py has the metric em."""
+    for answer, truth, f1 in (
+        ("New York City", ["NYC", "New York"], 0.8),
+        ("14 December 1972", {"target": np.array(["December 14, 1972"], dtype=object)}, 1.0),
+        ("no no no", ["no"], 0.5),
+    ):
+        response = f"<answer>{answer}</answer>"
+        assert search_qa.compute_score("nq", response, truth, metric="f1")["score"] == pytest.approx(f1)
+        assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": None}  # without the tags
+    with pytest.raises(InputError, match="use em or f1"):
+        search_qa.compute_score("nq", "<answer>a</answer>", ["a"], metric="rouge")
 
 
 WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat", "Cat.", "?"]), max_size=6).map(" ".join)
@@ -433,38 +392,8 @@ def test_f1_is_that_of_the_words(ours, theirs):
     assert (search_qa.f1(a, b) == 1.0) == (Counter(a.split()) == Counter(b.split()) != Counter())
 
 
-def test_search_qa_errors():
-    with pytest.raises(InputError, match="use em or f1"):
-        search_qa.compute_score("nq", "<answer>a</answer>", ["a"], metric="rouge")
-    for truth in ([], [""], {"target": []}):
-        with pytest.raises(InputError, match="a row of nq has no answer"):
-            search_qa.compute_score("nq", "<answer>a</answer>", truth)
-
-
-# ---- format ----
-
-
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [
-        ("<think>a</think><answer>b</answer>", 1.0),
-        ("\n<think>\na\nb\n</think>\n\n<answer>b</answer>\n", 1.0),
-        ("<think>1 < 2 <b>\\boxed{</think><answer>b</answer>", 1.0),
-        ("<think>a<answer>b</answer></think>", 0.0),
-        ("So: <think>a</think><answer>b</answer>", 0.0),
-        ("<think>a</think><answer>b</answer> Right?", 0.0),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
-        ("<think><think>a</think><answer>b</answer>", 0.0),
-        ("<think>a</think><answer> \n</answer>", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_format_tags(response, score):
-    assert form.compute_score("any", response, None) == {"score": score}
-
-
 def test_format_options():
-    assert form.compute_score("", "<r>a</r>", None, tags=["r"])["score"] == 1.0
+    assert form.compute_score("", "<r>a</r>", None, tags=["r"]) == {"score": 1.0}
     assert form.compute_score("", "<r.>a</r.>", None, tags=["r."])["score"] == 1.0
     assert form.compute_score("", "<rx>a</rx>", None, tags=["r."])["score"] == 0.0
     assert form.compute_score("", "a\nAnswer: 5", None, pattern=r".*Answer: \d+")["score"] == 1.0
@@ -923,9 +852,6 @@ def test_reward_kwargs_may_name_all_keywords_of_a_judge_and_no_others():
         with pytest.raises(InputError, match=r"no scorer declares cachee; the scorers take .*concurrency"):
             check_keywords(scorers, kwargs | {"cachee": "x"})
         assert "time_limit_s" in inspect.signature(getattr(judge, name)).parameters  # so that the pool gives it
-
-
-# ---- length penalty ----
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 10**6)), min_size=1, max_size=8), st.floats(0, 0.99))
