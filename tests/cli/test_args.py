@@ -146,6 +146,7 @@ BAD_FLAGS = {  # what the message says, by flags
 SERVER = "--rollout-engine http://127.0.0.1:1 --async-order finished"
 GDPO = "--adv-estimator gdpo --adv-kwargs reward_keys=x"
 GIGPO = "--adv-estimator gigpo --multi-turn.tools calculator"
+PASS_K = "--adv-estimator grpo_passk"
 IN_REWARD = "--kl-coef 0.1 --kl-placement reward"
 MT_GRPO = "--adv-estimator mt_grpo --multi-turn.tools"
 REWARDED = f"{MT_GRPO} benchmarks/turn_credit.py:calculator"
@@ -164,7 +165,7 @@ OWN_BAD_FLAGS = {
         "99 with --adv-estimator mt_grpo": f"{REWARDED} --multi-turn.compact-at 99 --multi-turn.max-turn-tokens 4",
         "--kl-placement loss": f"{GDPO} --kl-placement reward --kl-coef 0.1",
         "--kl-placement reward with --adv-estimator grpo": f"{IN_REWARD} --adv-estimator grpo",
-        "--kl-placement reward with --adv-estimator grpo_passk": f"{IN_REWARD} --adv-estimator grpo_passk",
+        "--kl-placement reward with --adv-estimator grpo_passk": f"{IN_REWARD} {PASS_K}",
         "--kl-placement reward with --adv-estimator grpo_leave": f"{IN_REWARD} --adv-estimator grpo_leave_one_out",
         "--kl-placement reward with --adv-estimator maxrl": f"{IN_REWARD} --adv-estimator maxrl",
         "--reward-weights has no effect with --adv-estimator gdpo": f"{GDPO} --reward-weights 2",
@@ -172,12 +173,12 @@ OWN_BAD_FLAGS = {
         "--multi-turn.reward-coef 0": f"{GDPO} --multi-turn.tools calculator",
         "drop it from reward_keys": f"{GDPO} reward_weights=0",
         "maxrl with --group-size 1: every advantage is 0": "--adv-estimator maxrl --group-size 1",
-        "grpo_passk with --group-size 1: every advantage is 0": "--adv-estimator grpo_passk --group-size 1",
+        "grpo_passk with --group-size 1: every advantage is 0": f"{PASS_K} --group-size 1",
         "zero with --group-size 1: every advantage is 0": "--adv-kwargs singleton=zero --group-size 1",
         "--loss-agg-mode token-sum has none": "--zero-variance drop_from_denominator --loss-agg-mode token-sum",
         "--old-log-probs has no effect with --loss gpg": "--loss gpg --old-log-probs rollout",
         "dr_grpo takes no epsilon, only ": "--adv-estimator dr_grpo --adv-kwargs epsilon=1",
-        "--adv-kwargs epsilon has no effect": "--adv-kwargs epsilon=1 norm_adv_by_std_in_grpo=False",
+        "epsilon has no effect": f"{PASS_K} --adv-kwargs epsilon=1 norm_adv_by_std_in_grpo=False",
         "there is no flag --singleton; did you mean --adv-kwargs?": "--singleton zero",
         "--zero-variance has no effect with --group-size 1": "--zero-variance mask --group-size 1",
         "--async-level 1 needs --rollout-gpus or": "--async-level 1",

@@ -120,15 +120,6 @@ def test_ranks_whose_prompts_are_shared_make_as_many_micro_batches_as_the_others
 # ---- rows over ranks -----------------------------------------------------------------------------
 
 
-@settings(max_examples=80)
-@given(st.integers(1, 8), st.integers(1, 8), st.data())
-def test_parts_are_of_equal_size(parts, size, data):
-    costs = data.draw(st.lists(st.integers(0, 200), min_size=parts * size, max_size=parts * size))
-    partition = longest_first(costs, parts)
-    assert sorted(n for part in partition for n in part) == list(range(len(costs)))
-    assert [len(part) for part in partition] == [size] * parts
-
-
 def slowest(costs, partition) -> float:
     return max(sum(costs[n] for n in part) for part in partition)
 

@@ -459,16 +459,6 @@ def test_a_prompt_without_a_template_has_what_begins_a_text_and_not_what_ends_on
     assert [dataset[i]["raw_prompt_ids"] for i in (0, 1)] == [before + words] * 2  # and not twice
 
 
-def test_unusual_rows_that_are_right(tmp_path, tokenizer):
-    """Large integers, half characters where no tokenizer looks, parts, and a call without content."""
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
-    row = make_row("b", index=10**400) | {"prompt": [*make_row("a")["prompt"], call, parts]}
-    row["reward_model"]["ground_truth"] = "\udfff"
-    batch = collate_fn([dataset_of(tmp_path, [row], tokenizer, max_prompt_length=200)[0]])
-    assert batch["index"].tolist() == [10**400] and batch["raw_prompt"][0][1:] == [call, parts]
-
-
 def test_a_tokenizer_needs_a_token_to_pad_with(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("a")])
     assert "neither a pad nor an eos" in error_of(file, make_tokenizer(unk_token="?"), max_prompt_length=30)

@@ -82,7 +82,7 @@ def test_a_resume_sees_the_same_stream(sampling, world):
     def scored(loader, steps):
         """What is handed out; the rows of one half of each source always score alike."""
         taken = []
-        for batch, _ in zip(loader, range(steps)):
+        for _, batch in zip(range(steps), loader):
             taken.append(batch["row"].tolist())
             twice = [i for i in taken[-1] for _ in range(2)]
             loader.record_scores(twice, [[float(n % 2 and i % 2)] for n, i in enumerate(twice)])
