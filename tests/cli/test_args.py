@@ -61,6 +61,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "--gpu-memory-utilization": "--gpu-memory 0.5",
     "--multi-turn.interaction": "--multi-turn x",  # the flags with this prefix are named
     "--config absent.json: cannot be read": "--config absent.json",
+    "--config ~nobody-here/x.yaml: cannot be read": "--config ~nobody-here/x.yaml",
     "--temperature 0.0: must be above 0": "--temperature 0",
     "--lr nan: must be a finite number": "--lr nan",
     "--top-p 0.0: must be above 0 and at most 1": "--top-p 0",
@@ -215,31 +216,12 @@ def test_a_bad_flag_is_one_line_before_torch_is_imported(script):
 
 
 def test_every_number_has_its_range_at_the_field():
-    """Also that the defaults are in it."""
     for script in OWN_BAD_FLAGS:
         for name, value, marks in walk(importlib.import_module(script).Args()):
             check_range(name, value, marks)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 others = [mark for mark in marks if not isinstance(mark, Names | OnReplay | OnResume)]
                 assert others, f"{script}: {name} has no range"
-
-
-@pytest.mark.parametrize("script", OWN_BAD_FLAGS)
-def test_a_value_that_nothing_can_hold_is_one_line_of_any_flag(script):
-    """1e20 is too large, for an int and for a count."""
-    args = importlib.import_module(script).Args
-    of_grpo = {name for name, _, _ in walk(grpo.Args())} if script != "grpo" else set()
-    for name, default, _ in walk(args()):
-        is_text = isinstance(default, str)
-        [first] = default[:1] if isinstance(default, tuple) and default else [default]
-        is_number = not (is_text or name in of_grpo or isinstance(first, bool))
-        for value in ("1" + "0" * 20, "1e308", "nan", "-1e20") if is_number else ():
-            try:
-                parse_flags(args, [as_flag(name), value])
-            except InputError as error:
-                assert str(error).splitlines() == [str(error)] and len(str(error)) < 1000, (name, value)
-            else:
-                assert (value != "nan" and type(first) is not int) or first in ((), None), (name, value)
 
 
 def test_other_names_of_flags_are_on_their_page():
@@ -287,7 +269,6 @@ def test_the_help_needs_no_torch():
 
 
 def flags_in(shown: str) -> set[str]:
-    """The flags that a --help describes."""
     return set(re.findall(r"^(?:│|\|)? *(--[a-z][\w.-]+)", shown, re.M)) - {"--help"}
 
 

@@ -35,27 +35,6 @@ def test_output_that_cannot_be_written_ends_nothing(end):
     assert (done.returncode, done.stderr) == (0, said)
 
 
-BAR = """
-import sys
-from lib.cli.process import guard_output
-guard_output()
-from rich.console import Console
-from rich.progress import Progress
-with Progress(console=Console(force_terminal=True), auto_refresh=False, redirect_stderr=True) as bar:
-    for _ in bar.track(range(3)):
-        print("a", flush=True)
-        print("b", file=sys.stderr)
-        bar.refresh()
-"""
-
-
-def test_a_progress_bar_goes_on_without_its_terminal():
-    """It shows what is written to stderr on stdout, too: what is said about stdout must not come back to it."""
-    command = ["bash", "-c", '"$0" -c "$1" >/dev/full', sys.executable, BAR]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, FULL)
-
-
 def test_a_streams_own_settings_and_text_stay():
     guarded = "from lib.cli.process import guard_output; guard_output()"
     source = f"import sys; print('ä', end=' '); {guarded}; print('ö€', flush=True)"

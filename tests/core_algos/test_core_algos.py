@@ -6,7 +6,6 @@ The references are written another way than the kernels (case by case, gradients
 import math
 import random
 import statistics
-import uuid
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,18 +102,6 @@ def test_masked_reductions_equal_the_loop(seed):
         assert w == pytest.approx((v - mean) / std if m else 0, rel=1e-9, abs=1e-12)
 
 
-@for_all(seed=seeds)
-@pytest.mark.parametrize("kernel", [masked_sum, masked_mean, masked_var, lambda v, m: masked_whiten(v, m)[0, 0] ** 2])
-def test_masked_positions_have_no_gradient(kernel, seed):
-    values, _, _, mask = random_batch(seed)
-    mask[0, 0] = mask[1, 0] = 1
-    clean, dirty = values.clone().requires_grad_(), poison(values, mask, seed).requires_grad_()
-    kernel(clean, mask).backward()
-    kernel(dirty, mask).backward()
-    assert bits_equal(clean.grad, dirty.grad)
-    assert (dirty.grad[mask == 0] == 0).all()
-
-
 def test_masked_edges():
     values = torch.tensor([[1.0, math.nan]])
     assert masked_mean(values, torch.tensor([[0, 0]])).item() == 0
@@ -127,20 +114,6 @@ def test_masked_edges():
 
 
 # ------------------------------------------------------------------------------------------ advantages
-
-
-def random_outcomes(seed, dtype=torch.float32):
-    """Rewards on the last valid token or spread out, 1 to 4 rows a group, some rows dead, ids strings or ints."""
-    g, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
-    ids = [str(uuid.UUID(int=rng.getrandbits(128))) if seed % 2 else rng.getrandbits(30) for _ in sizes]
-    index = [uid for uid, size in zip(ids, sizes) for _ in range(size)]
-    rng.shuffle(index)
-    mask = random_mask(g, len(index), rng.randint(1, 6))
-    rewards = torch.randn(mask.shape, generator=g, dtype=dtype)
-    if rng.random() < 0.5:
-        rewards = (rewards > 0).to(dtype)
-    return rewards, mask, np.array(index, dtype=object) if rng.random() < 0.5 else index
 
 
 def test_grpo_inputs():
@@ -162,8 +135,9 @@ def test_grpo_inputs():
 
 @for_all(seed=seeds)
 def test_zero_variance_rows_equal_the_loop(seed):
-    rewards, mask, index = random_outcomes(seed, torch.float64)
-    rewards = (rewards > 0.5).double() * 0.3  # many equal groups
+    rewards, _, _, mask = random_batch(seed, rows=8)
+    rewards = (rewards > -0.5).double() * 0.3  # many equal groups
+    index = random.Random(seed).choices(["a", 7, "c", "d"], k=8)
     scores = {i: math.fsum(r for r, m in zip(rewards[i].tolist(), mask[i].tolist()) if m) for i in range(len(mask))}
     live = [i for i in scores if mask[i].any()]
     expected = []

@@ -62,7 +62,6 @@ def fast_of(name):
 
 
 def make_extras(names, old, advantages, mask, seed):
-    """The extra tensors of the whole mini-batch."""
     g = torch.Generator().manual_seed(seed)
     masks = {"cov_keep": {"cov_ratio": 0.3, "cov_bounds": (-0.5, 1.0)}, "cov_pick": {"cov_ratio": 0.3}}
     batch = {"old_log_probs": old, "advantages": advantages, "response_mask": mask, "group": torch.arange(len(mask))}
@@ -233,20 +232,6 @@ def test_no_token_mask_depends_on_which_rank_has_a_group(seed):
     assert all(bits_equal(moved[name], whole[name][order]) for name in whole)
 
 
-def test_clip_cov_draws_another_token_for_another_seed():
-    """Evenly: of 50 candidates one each time, in 2000 seeds; 40 on average, standard deviation 6."""
-    g = torch.Generator().manual_seed(0)
-    advantages, ones = torch.randn(10, 20, generator=g).double(), torch.ones(10, 20)
-    new = advantages.clone() - 5  # covariance = (A − mean)² >= 0
-    drawn, rule = torch.zeros(10, 20), {"row_ids": torch.arange(10), "cov_ratio": 1e-9, "cov_bounds": (1, 99)}
-    for seed in range(2000):
-        drawn += ~token_masks.cov_keep(new, advantages, ones, seed=seed, **rule)
-    candidates = (advantages - advantages.mean()).square() > 1
-    expected = 2000 / candidates.sum()
-    assert drawn.sum() == 2000 and (drawn[~candidates] == 0).all()
-    assert (drawn[candidates] - expected).abs().max() < 5 * expected.sqrt()
-
-
 def test_masks_of_nothing_and_ties():
     none, zeros, ones = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3)
     assert not token_masks.cov_keep(zeros, zeros, none, row_ids=torch.arange(2), seed=1).any()
@@ -270,7 +255,6 @@ def mismatch_batch(seed, scale=0.7):
 
 
 def words(criteria):
-    """As one types them."""
     return tuple(f"{name}={limit}".replace("(", "").replace(")", "") for name, limit in criteria.items())
 
 

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from lib.data import RLHFDataset, collate_fn, load_dataset_class, load_split, ma
 from lib.data.chat_template import check_template_kwargs
 from lib.data.rows import OF_VERL
 from lib.model import load_tokenizer
-from tests.common import ROOT, TOY_MODEL
+from tests.common import TOY_MODEL
 
 # One token a character: "<user: hi><assistant: " has 6 + 3 + 12 tokens, and thinking adds "!".
 TEMPLATE = (
@@ -72,14 +70,6 @@ def dataset_of(folder, rows, tokenizer, **kwargs):
 
 def texts(dataset):
     return [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))]
-
-
-@pytest.mark.slow
-def test_rows_of_json_do_without_the_import_of_datasets(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [make_row("a")])
-    code = f"import sys, lib.data.rows; print(len(lib.data.rows.read_rows({str(path)!r})), 'datasets' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["1", "False"]
 
 
 @pytest.fixture(scope="module")

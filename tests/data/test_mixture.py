@@ -21,8 +21,6 @@ WEIGHTS = st.lists(st.floats(0.01, 1), min_size=1, max_size=5)
 
 
 class Rows:
-    """A data set whose items are their numbers."""
-
     def __init__(self, *sizes):
         self.source_sizes = [*sizes]
 
@@ -34,7 +32,6 @@ class Rows:
 
 
 def handed_out(loader, steps):
-    """The rows of each step."""
     return [batch["row"].tolist() for batch, _ in zip(loader, range(steps))]
 
 

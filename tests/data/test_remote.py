@@ -139,7 +139,6 @@ def test_what_goes_wrong_is_one_line_and_leaves_no_copy(shop, cache, monkeypatch
     "url, message",
     [
         ("s3://bucket/x.parquet", "Install s3fs"),
-        ("gs://bucket/x.parquet", "gcsfs"),
         ("hdfs://namenode:8020/model", "install Java and Hadoop's libhdfs"),
         ("nowhere://x/y", "Protocol not known: nowhere"),
     ],

@@ -108,7 +108,6 @@ def mrope_processor(kind):
 
 
 def with_ids_of(processor, config):
-    """The model's config, with the special tokens of its processor."""
     for kind in ("image", "video"):
         marks = [mark.format(kind) for mark in MARKS.get(config.model_type, QWEN_MARKS)]
         start, end, token = processor.tokenizer.convert_tokens_to_ids(marks)
@@ -364,7 +363,6 @@ def test_a_template_that_leaves_images_out_is_found(tmp_path):
 
 @pytest.mark.parametrize("kind", PER_IMAGE)
 def test_an_item(tmp_path, kind):
-    """Against the processor, given the picture itself."""
     processor, image = processor_of(kind), picture(width=30, height=40)
     file = write(tmp_path / "a.jsonl", [make_row("<image>red", [base64_of(image)]), make_row("red", index=1)])
     dataset = open_rows(file, vision_of(kind))
@@ -543,7 +541,6 @@ def frames_of(data):
 
 
 def test_a_list_of_frames(tmp_path):
-    """At most max_frames of them, evenly."""
     frames = [picture(i) for i in range(5)]
     (tmp_path / "0.png").write_bytes(to_png(frames[0]))
     vision = vision_of("qwen2_5_vl", max_frames=3)
@@ -605,7 +602,6 @@ def test_a_broken_video_is_named(tmp_path):
 
 @pytest.mark.parametrize("kind", MROPE)
 def test_rows_with_images_and_a_video(tmp_path, kind):
-    """Against the processor and the model's own positions."""
     pytest.importorskip("torchvision")
     processor = mrope_processor(kind)
     config = with_ids_of(processor, config_of(kind))

@@ -223,7 +223,6 @@ HARMLESS = ["leave_child()", "change_process()", "read_everything()", "move_to_a
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """One pool for all hostile scorers: each finds it healed."""
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "hostile.py").write_text(HOSTILE)
     scorers = load_scorers([f"{folder / 'hostile.py'}:score"], [])
@@ -392,7 +391,6 @@ CLOSE = "os.close(1); os.close(2)"
 
 @pytest.fixture(scope="module")
 def noisy(tmp_path_factory):
-    """One pool with one worker for all that print."""
     folder = tmp_path_factory.mktemp("noisy")
     (folder / "noisy.py").write_text(NOISY)
     with pytest.MonkeyPatch.context() as patch:
@@ -519,7 +517,6 @@ def hanging_trainer(tmp_path):
 
 @pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGINT, "stopped"])
 def test_no_process_outlives_the_trainer(tmp_path, dies_by):
-    """Also where the supervisor was stopped before."""
     trainer, supervisor, loader, workers = hanging_trainer(tmp_path)
     assert len(workers) == 3
     if dies_by == "stopped":
@@ -728,9 +725,6 @@ def scaled(data_source, solution_str, ground_truth, extra_info=None, *, factor=1
     if data_source == "bad":
         raise ValueError("bad")
     return {"score": factor * float(solution_str), "pred": "second", "digits": len(solution_str)}
-
-def again(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
-    return factor
 """
 
 
@@ -761,25 +755,17 @@ def test_without_a_failure_score_a_failed_row_is_nan_and_no_other(manager_of):
     assert scores[0].sum() == 1 and scores[1].isnan().any() and metrics == counts(error=1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_several_scorers_are_weighted_and_logged_by_name(manager_of, workers):
-    settings = {"scorer_kwargs": {"factor": 10}, "weights": (1.0, 0.5), "workers": workers}
-    scores, extras, metrics = manager_of(FORMS, "again", "scaled", **settings).submit(batch_of(["1", None, "23"])).get()
-    assert scores.sum(1).tolist() == [10 + 5, 0, 10 + 115] and metrics == counts()
+def test_several_scorers_are_weighted_and_logged_by_name_also_where_one_fails(manager_of):
+    settings = {"weights": (1.0, 0.5), "scorer_kwargs": {"mine.scaled": {"factor": 10}}, "failure_score": -4.0}
+    manager = manager_of(FORMS, "slowly", "scaled", **settings)
+    scores, extras, metrics = manager.submit(batch_of(["1", None, "2"], ["calm", "calm", "bad"])).get()
+    assert scores.sum(1).tolist() == [1 + 5, 0, 2 - 2] and metrics == counts(error=1)
     assert extras == {
-        "mine.again": [10, None, 10],
-        "mine.scaled": [10, None, 230],
-        "pred": ["second", None, "second"],
-        "mine.scaled/digits": [1, None, 2],
+        "mine.slowly": [1, None, 2],
+        "mine.scaled": [10, None, -4],
+        "pred": ["1", None, "2"],  # the first scorer's
+        "mine.scaled/digits": [1, None, None],
     }
-
-
-def test_of_several_scorers_one_fails(manager_of):
-    manager = manager_of(FORMS, "slowly", "scaled", weights=(1.0, 0.5), failure_score=-4.0)
-    scores, extras, metrics = manager.submit(batch_of(["1", "2"], ["calm", "bad"])).get()
-    assert scores.sum(1).tolist() == [1.5, 0.0] and metrics == counts(error=1)  # 2 + 0.5 * -4
-    assert extras["mine.scaled"] == [1, -4] and extras["mine.scaled/digits"] == [1, None]
-    assert extras["pred"] == ["1", "2"]  # the first scorer's
 
 
 def test_no_answer_of_the_first_scorer_is_not_the_seconds(manager_of):
@@ -916,7 +902,6 @@ def test_a_data_source_without_a_scorer_is_answered_with_those_of_like_names(nam
 
 
 def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
-    """Where a **kwargs would swallow it. One that declares nothing else may read any."""
     (tmp_path / "mine.py").write_text(
         "def loose(solution_str, factor=1, **kwargs): ...\ndef free(solution_str, time_limit_s=1.0, **kwargs): ...\n"
     )

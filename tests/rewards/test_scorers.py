@@ -340,7 +340,6 @@ NO_CHOICE = [
 
 
 def test_what_names_no_choice_is_no_answer():
-    """test_answer_forms.py has what does."""
     for response, truth in product(NO_CHOICE, "ABCDI"):
         assert multiple_choice.compute_score("cais/mmlu", response, truth) == {"score": 0.0, "pred": None}, response
 
@@ -551,7 +550,6 @@ def judged(reply, response="It is 4.", truth="4", info={"question": "2+2?"}, fun
 
 
 def scored(result):
-    """Without what the replies took."""
     if isinstance(result, list):
         return [scored(each) for each in result]
     return {key: value for key, value in result.items() if not key.startswith("judge_")}
@@ -659,7 +657,6 @@ def test_a_judge_that_wants_no_pause_is_not_flooded(value):
 
 
 def by_content(prompt, _):
-    """Prefers the response with more exclamation marks."""
     a, b = prompt.partition("</response_A>")[0].count("!"), prompt.partition("</response_A>")[2].count("!")
     return f"Verdict: {'A' if a > b else 'B' if b > a else 'tie'}"
 
@@ -799,12 +796,6 @@ def test_a_judge_is_asked_once_for_equal_texts(tmp_path):
         assert ask("a")["score"] == 0.8 and ask("a")["judge_cached"] == 1
     with pytest.raises(InputError, match=r"cache .*: Not a directory; name a folder"):
         ask("a", cache=str(next((tmp_path / "kept").glob("*/*")) / "x"))
-
-
-def test_a_reply_that_no_file_can_hold_is_scored_and_not_kept(tmp_path):
-    for _ in range(2):  # half of a character
-        result, requests = judged(lambda *_: answer_with("\ud800\nScore: 7"), cache=str(tmp_path))
-        assert result == {"score": 0.7} and len(requests) == 1
 
 
 def test_a_cache_of_several_processes_is_whole_and_bounded(tmp_path):
