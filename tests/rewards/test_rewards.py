@@ -281,7 +281,6 @@ def test_no_answer_is_right_for_every_question(task):
 @pytest.mark.parametrize(
     ("response", "score", "pred"),
     [
-        ("nus", 1.0, "nus"),
         ("The text backward is:\n\n**nus**", 1.0, "nus"),
         ("<think>sun</think><answer> nus </answer> is my answer.", 1.0, "nus"),
         ("sun", 1 / 3, "sun"),  # one of three letters matches in order
