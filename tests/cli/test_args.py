@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+import shlex
 import subprocess
 
 import pytest
@@ -48,223 +49,146 @@ for flags in cases:
         answers.append([stop.code, said.getvalue(), "torch" in sys.modules])
 print(json.dumps(answers))
 """
-COMPACT = ["--multi-turn.compact-at", "99"]
+COMPACT = "--agent true --multi-turn.compact-at 99"
 BAD_FLAGS = {  # what the message says, by flags
-    "invalid choice": ["--loss-agg-mode", "mean"],
-    "--max-grad-norm": ["--max-grad-nom", "1"],
-    "--group-size 0: must be at least 1": ["--group-size", "0"],
-    "10 / (1 x 4) = 2.5": ["--prompts-per-step", "10", "--num-mini-batches", "4"],
-    "30 < 32 + 16": ["--micro-batch-tokens", "30"],
-    "--reward-kwargs {x: not JSON": ["--reward-kwargs", "{x"],
-    "--reward-kwargs [1]: give a JSON object": ["--reward-kwargs", "[1]"],
-    "--gpu-memory-utilization": ["--gpu-memory", "0.5"],
-    "--multi-turn.interaction": ["--multi-turn", '{"tools": ["calculator"]}'],  # ten flags with this prefix are named
-    "--config absent.json: cannot be read": ["--config", "absent.json"],
-    "--temperature 0.0: must be above 0": ["--temperature", "0"],
-    "--max-grad-norm -1.0: must be above 0": ["--max-grad-norm", "-1"],
-    "--lr nan: must be a finite number": ["--lr", "nan"],
-    "--kl-coef inf: must be a finite number": ["--kl-coef", "inf"],
-    "--clip-ratio-low -0.2: must be at least 0": ["--clip-ratio-low", "-0.2"],
-    "--top-p 0.0: must be above 0 and at most 1": ["--top-p", "0"],
-    "--adam-betas 1.0: must be at least 0 and below 1": ["--adam-betas", "0.9", "1"],
-    "--val-samples 0: must be at least 1": ["--val-samples", "0"],
-    "--vision-kwargs min_pixels=9: more than max_pixels=8": ["--vision-kwargs", "min_pixels=9", "max_pixels=8"],
-    "--dp-replicate-size 0: must be at least 1": ["--dp-replicate-size", "0"],
-    "--seed -1: must be at least 0 and below 4294967296": ["--seed", "-1"],
-    "--seed 4294967296: must be at least 0 and below": ["--seed", "4294967296"],
-    "--reward-weights 1e+38": ["--reward-weights", "1e38"],
-    "--loss decoupled: cap=nan: Input should be": ["--loss", "decoupled", "--loss-kwargs", "cap=nan"],
-    "--loss decoupled: cap=2x: Input should be a valid number": ["--loss", "decoupled", "--loss-kwargs", "cap=2x"],
-    "--loss-kwargs: cap: give NAME=VALUE": ["--loss", "decoupled", "--loss-kwargs", "cap"],
-    "--loss-kwargs: cap is there twice": ["--loss", "decoupled", "--loss-kwargs", "cap=1", "cap=2"],
-    "--loss dro needs dro_beta": ["--loss", "dro"],
-    "seq_mean_k1=0.99: give LOW,HIGH": ["--rollout-correction.reject", "seq_mean_k1=0.99"],
-    "--rollout-correction.reject takes no seq_k1, only token_k1": ["--rollout-correction.reject", "seq_k1=0.9,1.1"],
-    "there is no flag --loss-kwargs.cap; did you mean --loss-kwargs?": ["--loss-kwargs.cap", "2"],
-    "no flag --token-masks.off-policy-sequence; did you mean --token-masks?": [
-        "--token-masks.off-policy-sequence",
-        "1",
-    ],
-    "NaN is no finite number": ["--reward-kwargs", '{"x": NaN}'],
-    "1e999 is no finite number": ["--reward-kwargs", '{"x": 1e999}'],
-    "--freeze model.(: not a regular expression": ["--freeze", "model.("],
-    "--lora-target-modules *_proj: not a regular expression": ["--lora-rank", "4", "--lora-target-modules", "*_proj"],
-    "at --val-temperature 0": ["--val-samples", "4"],
-    "--vllm-kwargs {: not JSON": ["--vllm-kwargs", "{"],
-    "--vllm-kwargs has no effect without --rollout-engine vllm": [
-        *("--rollout-engine", "hf", "--vllm-kwargs", '{"seed": 1}')
-    ],
-    "must be auto, hf, vllm, the URL": ["--rollout-engine", "sglang"],
-    "--model ./absent: no such folder": ["--model", "./absent"],
-    "--reward-model ./absent: no such folder": ["--reward-model", "./absent"],
-    "absent.jsonl: no such file": ["--model", "data/toy/model", "--train-files", "absent.jsonl"],
-    "--train-files data/toy_tools/val.jsonl without --model: name the model": [
-        *("--train-files", "data/toy_tools/val.jsonl")
-    ],
-    "--model data/toy/model without --train-files: name the files to train on": ["--model", "data/toy/model"],
-    "--val-only needs --val-files": ["--val-only", "--val-files", "none"],
-    "--reward absent.py:score: give an existing file": ["--reward", "absent.py:score"],
-    "--val-reward README.md: give an existing file": ["--val-reward", "README.md"],
-    "1 numbers for the 2 scorers": ["--reward", "data_source", "data_source", "--reward-weights", "1"],
-    "--reward without a scorer": ["--reward"],
-    "--kl-horizon has no effect without --kl-target": ["--kl-horizon", "100"],
-    "--loss-scale-factor has no effect without --loss-agg-mode seq-mean-token-sum-norm": ["--loss-scale-factor", "9"],
-    "--clip-ratio-low has no effect without --loss vanilla": ["--loss", "gspo", "--clip-ratio-low", "0.2"],  # default
-    "--clip-ratio-c has no effect without --loss vanilla": ["--loss", "sapo", "--clip-ratio-c=5"],
-    "--loss vanilla takes no cov_ratio": ["--loss-kwargs", "cov_ratio=0.1"],
-    "--token-masks takes no cov_keep, only top_entropy, m2po": ["--token-masks", "cov_keep=0.1"],
-    "off_policy_sequence=-5: Input should be greater than or equal to 0": ["--token-masks", "off_policy_sequence=-5"],
-    "--token-masks: top_entropy=2: Input should be less than or equal to 1": ["--token-masks", "top_entropy=2"],
-    "--freeze has no effect with --lora-rank": ["--lora-rank", "4", "--freeze", "model.embed_tokens.*"],
-    "--rollout-correction.bounds has no effect with": [
-        *("--rollout-correction.level", "measure", "--rollout-correction.bounds", "0", "3")
-    ],
-    "that --loss decoupled needs": ["--old-log-probs", "rollout", "--loss", "decoupled"],
-    "that --token-masks m2po needs": ["--old-log-probs", "rollout", "--token-masks", "m2po=0.04"],
-    "that --token-masks off_policy_sequence needs": [
-        *("--old-log-probs", "rollout", "--token-masks", "off_policy_sequence=0")
-    ],
-    # level token
-    "would apply its weight pi_old": ["--loss", "decoupled", "--rollout-correction.reject", "token_k2=0.1"],
-    "--kl-target has no effect without": ["--kl-target", "0.1", "--kl-coef", "0"],
-    "--kl-target has no effect without --kl-placement reward": [
-        *("--kl-coef", "0.1", "--kl-placement", "loss", "--kl-target", "0.1")
-    ],
-    "--kl-horizon 1": ["--kl-target", "0.1", "--kl-placement", "reward", "--kl-coef", "0.1", "--kl-horizon", "1"],
-    "that a rollout correction needs": ["--old-log-probs", "rollout", "--rollout-correction.level", "token"],
-    "no estimate for .gguf": ["--dry-run", "1", "--model", "s3://bucket/model.gguf"],
-    "--rollout-tensor-parallel-size 2 splits a vLLM": [
-        *("--rollout-engine", "hf", "--rollout-tensor-parallel-size", "2", "--dry-run", "2")
-    ],
-    "--rollout-tensor-parallel-size 2: the number": ["--rollout-engine", "vllm", "--rollout-tensor-parallel-size", "2"],
-    "--async-level -1: must be at least 0": ["--async-level", "-1"],
-    "--min-p 1.5: must be at least 0 and at most 1": ["--min-p", "1.5"],
-    "--stop '': an empty string": ["--stop", "end", ""],
-    "--rollout-gpus 1: this is one process": ["--rollout-gpus", "1"],
-    "--rollout-gpus -1: must be at least 0": ["--rollout-gpus", "-1"],
-    "--rollout-gpus 1 runs vLLM servers": ["--rollout-gpus", "1", "--rollout-engine", "http://127.0.0.1:1"],
-    "that --token-masks top_entropy needs": ["--old-log-probs", "rollout", "--token-masks", "top_entropy=0.2"],
-    "--tensor-parallel-size 2: must divide": ["--tensor-parallel-size", "2"],
-    "--resume auto needs the --run-name": ["--resume", "auto"],
-    "--run-name '../x': must be one folder's name": ["--run-name", "../x"],
-    "--run-name '/tmp/x': must be one folder's name": ["--run-name", "/tmp/x"],
-    "--run-name '..': must be one folder's name": ["--run-name", ".."],
-    "--agent with --multi-turn.tools: an agent has": ["--agent", "true", "--multi-turn.tools", "calculator"],
-    "--agent with --multi-turn.interaction": ["--agent", "true", "--multi-turn.interaction", "reasoning_gym"],
-    "--agent-kwargs has no effect without --agent": ["--agent-kwargs", "timeout=9"],
-    "--val-kwargs: top_p=2: Input should be less than or equal to 1": ["--val-kwargs", "top_p=2"],
-    "--val-kwargs: top_p=nan: Input should be a finite number": ["--val-kwargs", "top_p=nan"],
-    "--val-kwargs: top_p is there twice": ["--val-kwargs", "top_p=1", "top_p=1,1"],
-    "--val-kwargs top_k has 2 values for 1 --val-files": ["--val-kwargs", "top_k=1,2"],
-    "--val-kwargs takes no x, only top_p, top_k,": ["--val-kwargs", "x=1"],
-    "--vision-kwargs: max_images: give NAME=VALUE": ["--vision-kwargs", "max_images"],
-    "--prompt-sampling easy: give uniform, skip:3:0.1 or variance:0.1": ["--prompt-sampling", "easy"],
-    "--prompt-sampling variance:1:2: give uniform": ["--prompt-sampling", "variance:1:2"],
-    "--prompt-sampling skip:0: skip_after=0: Input should be greater": ["--prompt-sampling", "skip:0"],
-    "--total-steps 0: must be at least 1": ["--total-steps", "0epochs"],
-    "--multi-turn.max-turns has no effect": ["--agent", "true", "--multi-turn.max-turns", "9"],
-    "--multi-turn.context-window has no effect without --multi-turn.tools": ["--multi-turn.context-window", "99"],
-    "--multi-turn.compact-prompt has no effect without": ["--agent", "true", "--multi-turn.compact-prompt", "x"],
-    "--multi-turn.context-window 32: must be above --max-prompt-length 32": [
-        *("--agent", "true", "--multi-turn.context-window", "32")
-    ],
-    "--multi-turn.compact-at 99 needs --multi-turn.max-turn-tokens": ["--agent", "true", *COMPACT],
-    "--multi-turn.compact-at 99: must be above the tokens of the prompt and a summary, --max-prompt-length 32 + --": [
-        *("--agent", "true", *COMPACT, "--multi-turn.max-turn-tokens", "67")
-    ],
-    "--record with --replay": ["--record", "a", "--replay", "b"],
-    "--replay ./absent: no config.json": ["--replay", "./absent"],
-    "--loader-workers read ahead": ["--prompt-sampling", "skip", "--loader-workers", "1"],
-    "it needs --group-size 2": ["--prompt-sampling", "variance", "--group-size", "1"],
-    "--record is about training steps": ["--record", "a", "--val-only"],
-    "--profile-steps 61: the run has 60 steps": ["--profile-steps", "3", "61"],
-    "parsing --total-steps: invalid literal for int() with base 10: '1e20'": ["--total-steps", "1e20"],
-    "--group-size 100000000000000000000: must be at least 1 and at most 2147483647": ["--group-size", "1" + "0" * 20],
-    "parsing --lr: no type matching {None}|FLOAT could be instantiated from ['x']": ["--lr", "x"],
-    "xxx, which a flag names: File name too long": ["--replay", "x" * 5000],
-    "there is no flag --num-generations; did you mean --group-size? docs/coming_from_trl": ["--num-generations", "8"],
-    "no flag actor_rollout_ref.rollout.n; did you mean --group-size? docs/coming_from_verl": [
-        "actor_rollout_ref.rollout.n=8"
-    ],
-    "there is no flag +data.val_files; did you mean --val-files?": ["+data.val_files=x"],
-    "there is no flag 5; --help all has the names": ["--lr", "1", "5"],
+    "invalid choice": "--loss-agg-mode mean",
+    "--max-grad-norm": "--max-grad-nom 1",
+    "--group-size 0: must be at least 1": "--group-size 0",
+    "10 / (1 x 4) = 2.5": "--prompts-per-step 10 --num-mini-batches 4",
+    "30 < 32 + 16": "--micro-batch-tokens 30",
+    "--reward-kwargs {x: not JSON": "--reward-kwargs '{x'",
+    "--reward-kwargs [1]: give a JSON object": "--reward-kwargs '[1]'",
+    "--gpu-memory-utilization": "--gpu-memory 0.5",
+    "--multi-turn.interaction": "--multi-turn x",  # the flags with this prefix are named
+    "--config absent.json: cannot be read": "--config absent.json",
+    "--config ~nobody-here/x.yaml: cannot be read": "--config ~nobody-here/x.yaml",
+    "--temperature 0.0: must be above 0": "--temperature 0",
+    "--lr nan: must be a finite number": "--lr nan",
+    "--top-p 0.0: must be above 0 and at most 1": "--top-p 0",
+    "--adam-betas 1.0: must be at least 0 and below 1": "--adam-betas 0.9 1",
+    "--vision-kwargs min_pixels=9: more than max_pixels=8": "--vision-kwargs min_pixels=9 max_pixels=8",
+    "--seed -1: must be at least 0 and below 4294967296": "--seed -1",
+    "--reward-weights 1e+38": "--reward-weights 1e38",
+    "--loss decoupled: cap=nan: Input should be": "--loss decoupled --loss-kwargs cap=nan",
+    "--loss-kwargs: cap: give NAME=VALUE": "--loss decoupled --loss-kwargs cap",
+    "--loss-kwargs: cap is there twice": "--loss decoupled --loss-kwargs cap=1 cap=2",
+    "--loss dro needs dro_beta": "--loss dro",
+    "seq_mean_k1=0.99: give LOW,HIGH": "--rollout-correction.reject seq_mean_k1=0.99",
+    "there is no flag --loss-kwargs.cap; did you mean --loss-kwargs?": "--loss-kwargs.cap 2",
+    "NaN is no finite number": "--reward-kwargs '{\"x\": NaN}'",
+    "1e999 is no finite number": "--reward-kwargs '{\"x\": 1e999}'",
+    "--freeze model.(: not a regular expression": "--freeze 'model.('",
+    "--lora-target-modules *_proj: not a regular expression": "--lora-rank 4 --lora-target-modules '*_proj'",
+    "at --val-temperature 0": "--val-samples 4",
+    "--vllm-kwargs has no effect without --rollout-engine vllm": "--rollout-engine hf --vllm-kwargs '{\"seed\": 1}'",
+    "--model ./absent: no such folder": "--model ./absent",
+    "absent.jsonl: no such file": "--model data/toy/model --train-files absent.jsonl",
+    "--train-files data/toy_tools/val.jsonl without --model: name the model": "--train-files data/toy_tools/val.jsonl",
+    "--model data/toy/model without --train-files: name the files to train on": "--model data/toy/model",
+    "--val-only needs --val-files": "--val-only --val-files none",
+    "--reward absent.py:score: give an existing file": "--reward absent.py:score",
+    "--val-reward README.md: give an existing file": "--val-reward README.md",
+    "1 numbers for the 2 scorers": "--reward data_source data_source --reward-weights 1",
+    "--reward without a scorer": "--reward",
+    "--loss-scale-factor has no effect without --loss-agg-mode seq-mean-token-sum-norm": "--loss-scale-factor 9",
+    "--clip-ratio-low has no effect without --loss vanilla": "--loss gspo --clip-ratio-low 0.2",
+    "--loss vanilla takes no cov_ratio": "--loss-kwargs cov_ratio=0.1",
+    "--token-masks takes no cov_keep, only top_entropy, m2po": "--token-masks cov_keep=0.1",
+    "off_policy_sequence=-5: Input should be greater than or equal to 0": "--token-masks off_policy_sequence=-5",
+    "--freeze has no effect with --lora-rank": "--lora-rank 4 --freeze 'model.embed_tokens.*'",
+    "that --loss decoupled needs": "--old-log-probs rollout --loss decoupled",
+    "that --token-masks m2po needs": "--old-log-probs rollout --token-masks m2po=0.04",
+    "would apply its weight pi_old": "--loss decoupled --rollout-correction.reject token_k2=0.1",
+    "--kl-target has no effect without": "--kl-target 0.1 --kl-coef 0",
+    "--kl-horizon 1": "--kl-target 0.1 --kl-placement reward --kl-coef 0.1 --kl-horizon 1",
+    "that a rollout correction needs": "--old-log-probs rollout --rollout-correction.level token",
+    "no estimate for .gguf": "--dry-run 1 --model s3://bucket/model.gguf",
+    "--rollout-tensor-parallel-size 2 splits a": "--rollout-engine hf --rollout-tensor-parallel-size 2 --dry-run 2",
+    "--rollout-tensor-parallel-size 2: the number": "--rollout-engine vllm --rollout-tensor-parallel-size 2",
+    "--stop '': an empty string": "--stop end ''",
+    "--rollout-gpus 1: this is one process": "--rollout-gpus 1",
+    "--rollout-gpus 1 runs vLLM servers": "--rollout-gpus 1 --rollout-engine http://127.0.0.1:1",
+    "that --token-masks top_entropy needs": "--old-log-probs rollout --token-masks top_entropy=0.2",
+    "--tensor-parallel-size 2: must divide": "--tensor-parallel-size 2",
+    "--resume auto needs the --run-name": "--resume auto",
+    "--run-name '../x': must be one folder's name": "--run-name ../x",
+    "--run-name '..': must be one folder's name": "--run-name ..",
+    "--agent with --multi-turn.tools: an agent has": "--agent true --multi-turn.tools calculator",
+    "--agent-kwargs has no effect without --agent": "--agent-kwargs timeout=9",
+    "--val-kwargs: top_p=2: Input should be less than or equal to 1": "--val-kwargs top_p=2",
+    "--val-kwargs top_k has 2 values for 1 --val-files": "--val-kwargs top_k=1,2",
+    "--prompt-sampling easy: give uniform, skip:3:0.1 or variance:0.1": "--prompt-sampling easy",
+    "--prompt-sampling skip:0: skip_after=0: Input should be greater": "--prompt-sampling skip:0",
+    "--total-steps 0: must be at least 1": "--total-steps 0epochs",
+    "--multi-turn.max-turns has no effect": "--agent true --multi-turn.max-turns 9",
+    "--multi-turn.context-window 32: must be above --max-prompt": "--agent true --multi-turn.context-window 32",
+    "--multi-turn.compact-at 99 needs --multi-turn.max-turn-tokens": COMPACT,
+    "99: must be above the tokens of the prompt and a summary": f"{COMPACT} --multi-turn.max-turn-tokens 67",
+    "--record with --replay": "--record a --replay b",
+    "--replay ./absent: no config.json": "--replay ./absent",
+    "--loader-workers read ahead": "--prompt-sampling skip --loader-workers 1",
+    "it needs --group-size 2": "--prompt-sampling variance --group-size 1",
+    "--record is about training steps": "--record a --val-only",
+    "--profile-steps 61: the run has 60 steps": "--profile-steps 3 61",
+    "parsing --total-steps: invalid literal for int() with base 10: '1e20'": "--total-steps 1e20",
+    "00: must be at least 1 and at most 2147483647": "--group-size 100000000000000000000",
+    "parsing --lr: no type matching {None}|FLOAT could be instantiated from ['x']": "--lr x",
+    "xxx, which a flag names: File name too long": "--replay " + "x" * 5000,
+    "there is no flag --num-generations; did you mean --group-size? docs/coming_from_trl": "--num-generations 8",
+    "no flag actor_rollout_ref.rollout.n; did you mean --group-size? docs/": "actor_rollout_ref.rollout.n=8",
+    "there is no flag +data.val_files; did you mean --val-files?": "+data.val_files=x",
+    "there is no flag 5; --help all has the names": "--lr 1 5",
 }
-SERVER = ["--rollout-engine", "http://127.0.0.1:1", "--async-order", "finished"]
-GDPO = ["--adv-estimator", "gdpo", "--adv-kwargs", "reward_keys=x"]
-GIGPO = ["--adv-estimator", "gigpo", "--multi-turn.tools", "calculator"]
-MT_GRPO = ["--adv-estimator", "mt_grpo", "--multi-turn.tools"]
+SERVER = "--rollout-engine http://127.0.0.1:1 --async-order finished"
+GDPO = "--adv-estimator gdpo --adv-kwargs reward_keys=x"
+GIGPO = "--adv-estimator gigpo --multi-turn.tools calculator"
+PASS_K = "--adv-estimator grpo_passk"
+IN_REWARD = "--kl-coef 0.1 --kl-placement reward"
+MT_GRPO = "--adv-estimator mt_grpo --multi-turn.tools"
+REWARDED = f"{MT_GRPO} benchmarks/turn_credit.py:calculator"
 OWN_BAD_FLAGS = {
     "grpo": {
-        "invalid choice 'gae'": ["--adv-estimator", "gae"],
-        "invalid choice 'remax'": ["--adv-estimator", "remax"],
-        "gdpo weighs several rewards: name them, --adv-kwargs reward_keys=a,b": ["--adv-estimator", "gdpo"],
-        "reward_keys names right twice": ["--adv-estimator", "gdpo", "--adv-kwargs", "reward_keys=right,a,right"],
-        "gigpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "gigpo"],
-        "mt_grpo credits the turns of an episode: it needs --multi-turn": ["--adv-estimator", "mt_grpo"],
-        "gigpo with --multi-turn.max-turns 1: an episode has one": [*GIGPO, "--multi-turn.max-turns", "1"],
-        "gigpo with --loss geo_mean: its gradient uses the row's mean": [*GIGPO, "--loss", "geo_mean"],
-        "rewards of turns, and --multi-turn.tools python search:c.jsonl give none": [
-            *MT_GRPO,
-            "python",
-            "search:c.jsonl",
-        ],
-        "mt_grpo compares the rewards of turns: --multi-turn.reward-coef 0": [
-            *(*MT_GRPO, "benchmarks/turn_credit.py:calculator", "--multi-turn.reward-coef", "0")
-        ],
-        "--multi-turn.compact-at 99 with --adv-estimator mt_grpo": [
-            *(*MT_GRPO, "benchmarks/turn_credit.py:calculator", *COMPACT, "--multi-turn.max-turn-tokens", "4")
-        ],
-        "--kl-placement loss": [*GDPO, "--kl-placement", "reward", "--kl-coef", "0.1"],
-        **{
-            f"--kl-placement reward with --adv-estimator {name}": [
-                *("--kl-coef", "0.1", "--kl-placement", "reward", "--adv-estimator", name)
-            ]
-            for name in ("grpo", "grpo_passk", "grpo_leave_one_out", "maxrl")
-        },
-        "--reward-weights has no effect with --adv-estimator gdpo": [*GDPO, "--reward-weights", "2"],
-        "reward_keys=...,reward_model": [*GDPO, "--reward-model", TOY_MODEL],
-        "--multi-turn.reward-coef 0": [*GDPO, "--multi-turn.tools", "calculator"],
-        "drop it from reward_keys": [*GDPO, "reward_weights=0"],
-        "maxrl with --group-size 1: every advantage is 0": ["--adv-estimator", "maxrl", "--group-size", "1"],
-        "grpo_passk with --group-size 1: every advantage is 0": ["--adv-estimator", "grpo_passk", "--group-size", "1"],
-        "zero with --group-size 1: every advantage is 0": ["--adv-kwargs", "singleton=zero", "--group-size", "1"],
-        "drop_from_denominator: --loss-agg-mode token-sum has none": [
-            *("--zero-variance", "drop_from_denominator", "--loss-agg-mode", "token-sum")
-        ],
-        "--old-log-probs has no effect with --loss gpg": ["--loss", "gpg", "--old-log-probs", "rollout"],
-        "--adv-estimator reinforce_plus_plus takes no singleton, only gamma": [
-            *("--adv-estimator", "reinforce_plus_plus", "--adv-kwargs", "singleton=zero")
-        ],
-        "dr_grpo takes no epsilon": ["--adv-estimator", "dr_grpo", "--adv-kwargs", "epsilon=1"],
-        "--adv-kwargs epsilon has no effect with norm_adv_by_std_in_grpo=False": [
-            *("--adv-estimator", "grpo_passk", "--adv-kwargs", "epsilon=1", "norm_adv_by_std_in_grpo=False")
-        ],
-        "there is no flag --singleton; did you mean --adv-kwargs?": ["--singleton", "zero"],
-        "there is no flag --reward-keys; did you mean --adv-kwargs?": ["--reward-keys", "a"],
-        "--zero-variance has no effect with --group-size 1": ["--zero-variance", "mask", "--group-size", "1"],
-        "--async-level 1 needs --rollout-gpus or": ["--async-level", "1"],
-        "--async-order finished: needs --async-level 2": [*SERVER, "--async-level", "1"],
-        "--multi-turn.max-turns has no effect without --multi-turn.tools or --multi-turn.interaction": [
-            *("--multi-turn.max-turns", "2")
-        ],
-        "--loss gspo takes no cap, only cliprange_low, cliprange_high": ["--loss", "gspo", "--loss-kwargs", "cap=2"],
+        "invalid choice 'gae'": "--adv-estimator gae",
+        "gdpo weighs several rewards: name them, --adv-kwargs reward_keys=a,b": "--adv-estimator gdpo",
+        "reward_keys names right twice": "--adv-estimator gdpo --adv-kwargs reward_keys=right,a,right",
+        "gigpo credits the turns of an episode: it needs --multi-turn": "--adv-estimator gigpo",
+        "gigpo with --multi-turn.max-turns 1: an episode has one": f"{GIGPO} --multi-turn.max-turns 1",
+        "gigpo with --loss geo_mean: its gradient uses the row's mean": f"{GIGPO} --loss geo_mean",
+        "rewards of turns, and --multi-turn.tools python search:c.jsonl give none": f"{MT_GRPO} python search:c.jsonl",
+        "mt_grpo compares the rewards of turns: --multi-turn.reward-coef 0": f"{REWARDED} --multi-turn.reward-coef 0",
+        "99 with --adv-estimator mt_grpo": f"{REWARDED} --multi-turn.compact-at 99 --multi-turn.max-turn-tokens 4",
+        "--kl-placement loss": f"{GDPO} --kl-placement reward --kl-coef 0.1",
+        "--kl-placement reward with --adv-estimator grpo": f"{IN_REWARD} --adv-estimator grpo",
+        "--kl-placement reward with --adv-estimator grpo_passk": f"{IN_REWARD} {PASS_K}",
+        "--kl-placement reward with --adv-estimator grpo_leave": f"{IN_REWARD} --adv-estimator grpo_leave_one_out",
+        "--kl-placement reward with --adv-estimator maxrl": f"{IN_REWARD} --adv-estimator maxrl",
+        "--reward-weights has no effect with --adv-estimator gdpo": f"{GDPO} --reward-weights 2",
+        "reward_keys=...,reward_model": f"{GDPO} --reward-model {TOY_MODEL}",
+        "--multi-turn.reward-coef 0": f"{GDPO} --multi-turn.tools calculator",
+        "drop it from reward_keys": f"{GDPO} reward_weights=0",
+        "maxrl with --group-size 1: every advantage is 0": "--adv-estimator maxrl --group-size 1",
+        "zero with --group-size 1: every advantage is 0": "--adv-kwargs singleton=zero --group-size 1",
+        "--loss-agg-mode token-sum has none": "--zero-variance drop_from_denominator --loss-agg-mode token-sum",
+        "--old-log-probs has no effect with --loss gpg": "--loss gpg --old-log-probs rollout",
+        "dr_grpo takes no epsilon, only ": "--adv-estimator dr_grpo --adv-kwargs epsilon=1",
+        "epsilon has no effect": f"{PASS_K} --adv-kwargs epsilon=1 norm_adv_by_std_in_grpo=False",
+        "there is no flag --singleton; did you mean --adv-kwargs?": "--singleton zero",
+        "--zero-variance has no effect with --group-size 1": "--zero-variance mask --group-size 1",
+        "--async-level 1 needs --rollout-gpus or": "--async-level 1",
+        "--async-order finished: needs --async-level 2": f"{SERVER} --async-level 1",
     },
     "ppo": {
-        "--critic-model ./absent: no such folder": ["--critic-model", "./absent"],
-        "--kl-target has no effect without --kl-coef": ["--kl-target", "0.1", "--kl-coef", "0"],
-        "--gamma 1.5: must be at least 0 and at most 1": ["--gamma", "1.5"],
-        "drop one": ["--gae-lambda-policy", "1", "--length-adaptive-alpha", "1"],
+        "--critic-model ./absent: no such folder": "--critic-model ./absent",
+        "drop one": "--gae-lambda-policy 1 --length-adaptive-alpha 1",
     },
     "remax": {},
     "dapo": {
-        "--adv-estimator grpo takes no reward_keys": ["--adv-kwargs", "reward_keys=right"],
+        "--adv-estimator grpo takes no reward_keys": "--adv-kwargs reward_keys=right",
         "ignores all other rewards: --overlong-buffer 0": GDPO,
-        "--overlong-factor has no effect": ["--overlong-buffer", "0", "--overlong-factor", "2"],
-        "--max-gen-batches has no effect": ["--zero-variance", "keep", "--max-gen-batches", "2"],
-        "--zero-variance refill compares": ["--group-size", "1"],
-        "--max-gen-batches 0": ["--max-gen-batches", "0"],
-        "--overlong-buffer 17: must be at most 16": ["--overlong-buffer", "17"],
-        "slow groups would grow too old": [*SERVER, "--async-level", "2"],
+        "--max-gen-batches has no effect": "--zero-variance keep --max-gen-batches 2",
+        "--zero-variance refill compares": "--group-size 1",
+        "--overlong-buffer 17: must be at most 16": "--overlong-buffer 17",
+        "slow groups would grow too old": f"{SERVER} --async-level 2",
     },
 }
 
@@ -274,7 +198,7 @@ def test_a_bad_flag_is_one_line_before_torch_is_imported(script):
     """The flags of all scripts are one code: grpo.py has all cases, the others every eighth."""
     shared = BAD_FLAGS if script == "grpo" else dict([*BAD_FLAGS.items()][::8])
     cases = shared | OWN_BAD_FLAGS[script]
-    command = [*PYTHON, "-c", DRIVER, str(ROOT / f"{script}.py"), json.dumps(list(cases.values()))]
+    command = [*PYTHON, "-c", DRIVER, str(ROOT / f"{script}.py"), json.dumps([*map(shlex.split, cases.values())])]
     env = environment() | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -284,31 +208,12 @@ def test_a_bad_flag_is_one_line_before_torch_is_imported(script):
 
 
 def test_every_number_has_its_range_at_the_field():
-    """Also that the defaults are in it."""
     for script in OWN_BAD_FLAGS:
         for name, value, marks in walk(importlib.import_module(script).Args()):
             check_range(name, value, marks)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 others = [mark for mark in marks if not isinstance(mark, Names | OnReplay | OnResume)]
                 assert others, f"{script}: {name} has no range"
-
-
-@pytest.mark.parametrize("script", OWN_BAD_FLAGS)
-def test_a_value_that_nothing_can_hold_is_one_line_of_any_flag(script):
-    """1e20 is too large, for an int and for a count."""
-    args = importlib.import_module(script).Args
-    of_grpo = {name for name, _, _ in walk(grpo.Args())} if script != "grpo" else set()
-    for name, default, _ in walk(args()):
-        is_text = isinstance(default, str)
-        [first] = default[:1] if isinstance(default, tuple) and default else [default]
-        is_number = not (is_text or name in of_grpo or isinstance(first, bool))
-        for value in ("1" + "0" * 20, "1e308", "nan", "-1e20") if is_number else ():
-            try:
-                parse_flags(args, [as_flag(name), value])
-            except InputError as error:
-                assert str(error).splitlines() == [str(error)] and len(str(error)) < 1000, (name, value)
-            else:
-                assert (value != "nan" and type(first) is not int) or first in ((), None), (name, value)
 
 
 def test_other_names_of_flags_are_on_their_page():
@@ -356,7 +261,6 @@ def test_the_help_needs_no_torch():
 
 
 def flags_in(shown: str) -> set[str]:
-    """The flags that a --help describes."""
     return set(re.findall(r"^(?:│|\|)? *(--[a-z][\w.-]+)", shown, re.M)) - {"--help"}
 
 
@@ -390,14 +294,15 @@ def test_a_flag_that_changes_no_result_is_noted():
     assert parse_flags(grpo.Args, ["--lr", "1e-4"]).no_effect == ()
 
 
+NO_SECOND = "{} (without a second update a step)"
+
+
 def test_what_a_part_of_a_run_leaves_out_is_noted(tmp_path):
     """With one update a step, --val-only and --replay; the flags are those of another run, such as --config gives."""
-    assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3"]).no_effect == (
-        "--clip-ratio-high (without a second update a step)",
-    )
+    assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3"]).no_effect == (NO_SECOND.format("--clip-ratio-high"),)
     assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3", "--update-epochs", "2"]).no_effect == ()
     clip = ["--loss", "decoupled", "--loss-kwargs", "cliprange_high=0.3", "cap=2"]
-    assert parse_flags(grpo.Args, clip).no_effect == ("--loss-kwargs cliprange_high (without a second update a step)",)
+    assert parse_flags(grpo.Args, clip).no_effect == (NO_SECOND.format("--loss-kwargs cliprange_high"),)
     words = ["--val-only", "--loss", "cispo", "--temperature", "0.5", "--loss-kwargs", "cliprange_high=3"]
     [note] = parse_flags(grpo.Args, [*words, "--val-temperature", "0.5", "--lora-rank", "2"]).no_effect
     assert note == "--temperature, --loss, --loss-kwargs (with --val-only)"
@@ -433,10 +338,7 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     config = next(tmp_path.glob("*/config.json"))
     dumped = json.loads(config.read_text())
     assert (dumped["clip_ratio_high"], dumped["shuffle"]) == (0.5, False), first.stdout
-    notes = [
-        "--keep-checkpoints (without --save-every or --keep-best)",
-        "--clip-ratio-high (without a second update a step)",
-    ]
+    notes = ["--keep-checkpoints (without --save-every or --keep-best)", NO_SECOND.format("--clip-ratio-high")]
     assert dumped["no_effect"] == notes and f"no effect here: {'; '.join(notes)}\n" in first.stdout
     again = tmp_path / "again"
     ran(fork("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
@@ -455,7 +357,6 @@ CONFIGS = {  # what the message says, by the file's text
     "there is no flag prompts_per_steps; did you mean --prompts-per-step?": "prompts_per_steps: 10",
     "there is no flag multi_turn; did you mean --multi-turn.tools": "lr: 1\nmulti_turn: [calculator]",
     "there is no flag multi_turn.max_turn; did you mean --multi-turn.max-turns?": "lr: 1\nmulti_turn:\n  max_turn: 3",
-    "there is no flag tensor-parallel; did you mean --tensor-parallel-size?": "lr: 1\ntensor-parallel: 2",
     "there is no flag engine_ranks; did you mean --rollout-tensor-parallel-size?": "engine_ranks: 8",
     "there is no flag 1; --help all has the names": "1: 2",
     "cannot be read: maximum recursion depth": "[" * 100_000,
@@ -467,7 +368,6 @@ CONFIGS = {  # what the message says, by the file's text
     "line 1: found unhashable key": "? [a]\n: 1",
     "line 2: could not find expected ':'": "lr: 1\nseed",
     "cannot be read: unacceptable character": "lr: \0",
-    "cannot be read: ": 'model: "\\Uffffffff"',
     "line 2: could not determine a constructor for the tag": "lr: 1\nmodel: !!python/name:os.system x",
     "give a run's config.json": "lr",
 }
@@ -479,7 +379,6 @@ CONFIGS = {  # what the message says, by the file's text
         ("", "auto"),
         ("--gradient-checkpointing auto", "auto"),
         ("--gradient-checkpointing", "on"),
-        ("--gradient_checkpointing --lr 1", "on"),
         ("--gradient-checkpointing=off --lr 1", "off"),
         ("--gradient-checkpointing on --no-gradient-checkpointing", "off"),
     ],

@@ -23,19 +23,10 @@ SCRIPTS = {script.__name__: script for script in (grpo, ppo, remax, dapo)}
 PRESET, ROWS = ROOT / "data/toy/preset.yaml", str(ROOT / "data/toy/val.jsonl")
 NOTE = "no --model and no --train-files: the embedded arithmetic task (data/toy/preset.yaml)"
 REAL = ["--model", TOY_MODEL, "--train-files", ROWS]
-TOY = {  # what the scripts had as defaults before there were presets: recorded runs and figures have these
-    "model": TOY_MODEL,
-    "train_files": (str(ROOT / "data/toy/train.jsonl"),),
-    "val_files": (ROWS,),
-    "max_prompt_length": 32,
-    "max_response_length": 16,
-    "micro_batch_tokens": "auto",
-    "lr": 1e-4,
-    "total_steps": 60,
-    "val_every": 5,
-    "val_temperature": (0.0,),
-    "update_epochs": 1,
-}
+# what the scripts had as defaults before there were presets: recorded runs and figures have these
+TOY = {"model": TOY_MODEL, "train_files": (str(ROOT / "data/toy/train.jsonl"),), "val_files": (ROWS,)}
+TOY |= {"max_prompt_length": 32, "max_response_length": 16, "micro_batch_tokens": "auto", "lr": 1e-4}
+TOY |= {"total_steps": 60, "val_every": 5, "val_temperature": (0.0,), "update_epochs": 1}
 GROUPS = {"prompts_per_step": 32, "group_size": 8}
 SINGLE = {"prompts_per_step": 256, "group_size": 1}
 OWN_TOY = {
@@ -128,11 +119,6 @@ def test_the_config_of_an_older_run_keeps_its_values(tmp_path):
     assert args.preset_note == "" and not args.validation.enabled
 
 
-def test_a_home_of_nobody_is_one_line():
-    with pytest.raises(InputError, match=r"--config ~nobody-here/x\.yaml: cannot be read"):
-        parse_flags(grpo.Args, ["--config", "~nobody-here/x.yaml"])
-
-
 def test_a_script_of_ones_own_has_the_part_of_its_parent(tmp_path):
     """A flag of its own may have no default: it is typed, or in a config."""
 
@@ -146,19 +132,13 @@ def test_a_script_of_ones_own_has_the_part_of_its_parent(tmp_path):
         assert (args.teacher, args.critic_lr, args.data.shuffle) == ("t", 3e-4, len(words[1]) == 1)
 
 
-# ---- learning rates ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("lr", "kind", "parameters", "noted"),
     [
         (1e-4, "full fine-tuning", 7.6e9, True),
         (1e-8, "full fine-tuning", 5e8, True),
         (1e-6, "LoRA", 7.6e9, True),
-        (1e-2, "LoRA", 5e8, True),
-        (1e-6, "full fine-tuning", 7.6e9, False),
         (1e-5, "full fine-tuning", 5e8, False),  # the critic's
-        (1e-5, "LoRA", 7.6e9, False),
         (1e-4, "LoRA", 5e8, False),
         (1e-4, "full fine-tuning", 5e5, False),  # the embedded model
         (0.0, "LoRA", 7.6e9, False),  # has a note of its own
@@ -174,10 +154,8 @@ def test_an_unusual_learning_rate_is_noted(lr, kind, parameters, noted):
 
 
 def test_a_run_says_what_it_trains_and_notes_its_learning_rates(tmp_path):
-    """On two ranks, once; the model counts as large here."""
-    (tmp_path / "large.py").write_text(
-        "import lib.setup\nfrom lib.data import RLHFDataset as Rows\nlib.setup.models.SMALLEST = 1\n"
-    )
+    patch = "import lib.setup\nfrom lib.data import RLHFDataset as Rows\nlib.setup.models.SMALLEST = 1\n"
+    (tmp_path / "large.py").write_text(patch)
     small = SMALL[: SMALL.index("--train-files")]
     words = [*small, "--total-steps", "1", "--critic-lr", "1e-5", "--dataset-class", f"{tmp_path / 'large.py'}:Rows"]
     done = ran(fork("ppo", tmp_path, *words, "--run-name", "run", ranks=2, preset=[]))
@@ -187,13 +165,8 @@ def test_a_run_says_what_it_trains_and_notes_its_learning_rates(tmp_path):
     for start in ("training prompts: 4096 (", "validation prompts: none", "run folder: "):
         assert sum(line.startswith(start) for line in lines) == 1, start
     [note] = [line for line in lines if line.startswith("note: ") and "learning rate" in line]
-    assert note == (
-        "note: actor: learning rate 0.0003: usual in full fine-tuning of 0.00054 B parameters are 1e-07 to 3e-05 "
-        "(docs/defaults.md)"
-    )
-
-
-# ---- docs/defaults.md ----------------------------------------------------------------------------
+    usual = "usual in full fine-tuning of 0.00054 B parameters are 1e-07 to 3e-05 (docs/defaults.md)"
+    assert note == f"note: actor: learning rate 0.0003: {usual}"
 
 
 @cache

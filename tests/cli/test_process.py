@@ -18,10 +18,11 @@ for i in range(3):
 sys.stdout.isatty(), sys.stdout.encoding, sys.stderr.fileno()
 print("not flushed")
 """
-DROPPED = "stdout cannot be written ({}): it is dropped\nb\nb\nb\n"
+DROPPED = "stdout cannot be written ({}): it is dropped\n"
+FULL = DROPPED.format("No space left on device")
 ENDS = {
-    "full": (">/dev/full", DROPPED.format("No space left on device")),
-    "no reader": ("| true", DROPPED.format("Broken pipe")),
+    "full": (">/dev/full", f"{FULL}b\nb\nb\n"),
+    "no reader": ("| true", DROPPED.format("Broken pipe") + "b\nb\nb\n"),
     "both full": (">/dev/full 2>/dev/full", ""),
 }
 
@@ -32,27 +33,6 @@ def test_output_that_cannot_be_written_ends_nothing(end):
     command = f'set -o pipefail; "$0" -c "$1" {redirection}'
     done = subprocess.run(["bash", "-c", command, sys.executable, PRINTS], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, said)
-
-
-BAR = """
-import sys
-from lib.cli.process import guard_output
-guard_output()
-from rich.console import Console
-from rich.progress import Progress
-with Progress(console=Console(force_terminal=True), auto_refresh=False, redirect_stderr=True) as bar:
-    for _ in bar.track(range(3)):
-        print("a", flush=True)
-        print("b", file=sys.stderr)
-        bar.refresh()
-"""
-
-
-def test_a_progress_bar_goes_on_without_its_terminal():
-    """It shows what is written to stderr on stdout, too: what is said about stdout must not come back to it."""
-    command = ["bash", "-c", '"$0" -c "$1" >/dev/full', sys.executable, BAR]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, DROPPED.format("No space left on device").removesuffix(3 * "b\n"))
 
 
 def test_a_streams_own_settings_and_text_stay():
@@ -76,29 +56,18 @@ IMPORTS = f"{READS}time.sleep(1000)"
 
 
 @pytest.mark.parametrize(
-    ("threads", "expected"),
-    [
-        ("1", (0, DROPPED.format("No space left on device").removesuffix(3 * "b\n"))),
-        ("x", (2, "error: OMP_NUM_THREADS=x: ")),
-    ],
-    ids=["full", "threads"],
+    ("threads", "code", "said"), [("1", 0, FULL), ("x", 2, "error: OMP_NUM_THREADS=x: ")], ids=["full", "threads"]
 )
-def test_a_script_guards_its_output_and_checks_its_threads(threads, expected):
+def test_a_script_guards_its_output_and_checks_its_threads(threads, code, said):
     command = ["bash", "-c", 'OMP_NUM_THREADS=$2 "$0" -c "$1" >/dev/full', sys.executable, READS, threads]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    code, said = expected
     assert done.returncode == code and done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
 def test_ctrl_c_during_the_imports_is_one_line():
-    process = subprocess.Popen(
-        [sys.executable, "-c", IMPORTS],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background shell ignores it
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heed = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 a background shell ignores it
+    process = subprocess.Popen([sys.executable, "-c", IMPORTS], cwd=ROOT, preexec_fn=heed, **pipes)
     assert process.stdout.readline() == "imports\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == "interrupted\n" and process.returncode == 130

@@ -37,9 +37,6 @@ def terms() -> set[tuple[str, tuple[str, ...]]]:
     return {(name, tuple(values.split("|")) if values else ()) for name, _, values in split}
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-
 def test_every_flag_is_in_the_table():
     assert [name for name in FLAGS if not rows_with(name)] == []
 
@@ -124,71 +121,41 @@ def outcome(args: dapo.Args) -> tuple[torch.Tensor, ...] | None:
         return None
     losses = losses * t.get("rollout_is_weights", 1)
     if args.kl_coef > 0 and args.kl_placement == "loss":
-        losses = losses + args.kl_coef * kl_penalty(
-            log_probs, t["ref_log_prob"], args.kl_estimator or "k3+", t["response_mask"]
-        )
+        kl = kl_penalty(log_probs, t["ref_log_prob"], args.kl_estimator or "k3+", t["response_mask"])
+        losses = losses + args.kl_coef * kl
+    total = {"global_tokens": t["denominator_mask"].sum(), "global_rows": t["denominator_mask"].any(1).sum()}
     scale = args.loss_scale_factor or args.rollout.max_response_length
-    tokens, rows = t["denominator_mask"].sum(), t["denominator_mask"].any(1).sum()
-    loss = agg_loss(
-        losses * t["loss_mask"],
-        t["response_mask"],
-        args.loss_agg_mode,
-        global_tokens=tokens,
-        global_rows=rows,
-        loss_scale_factor=scale,
-    )
+    masked, mask = losses * t["loss_mask"], t["response_mask"]
+    loss = agg_loss(masked, mask, args.loss_agg_mode, **total, loss_scale_factor=scale)
     loss.backward()
     return t["advantages"], t["loss_mask"], losses, loss, log_probs.grad, torch.tensor(beta)
 
 
-VALUES = {  # what a flag is changed to, where it is no choice among two
-    "adv_kwargs.epsilon": 0.5,
-    "adv_kwargs.norm_adv_by_std_in_grpo": "False",
-    "adv_kwargs.gamma": 0.5,
-    "adv_kwargs.turn_coef": 0.5,
-    "adv_kwargs.f_norm": 3.0,
-    "adv_kwargs.reward_weights": "1,3",
-    "adv_kwargs.singleton": "zero",
-    "clip_ratio_low": 0.01,
-    "clip_ratio_high": 0.01,
-    "clip_ratio_c": 1.01,
-    "loss_kwargs.cliprange_low": 0.05,
-    "loss_kwargs.cliprange_high": 0.05,
-    "loss_kwargs.ratio_high": 1.1,
-    "loss_kwargs.tau_pos": 2.0,
-    "loss_kwargs.tau_neg": 2.0,
-    "loss_kwargs.delta_low": 0.01,
-    "loss_kwargs.delta_high": 0.01,
-    "loss_kwargs.dro_beta": 2.0,
-    "loss_kwargs.delta": 1.3,
-    "loss_kwargs.cap": 1.1,
-    "loss_kwargs.kl_coef": 3.0,
-    "loss_kwargs.cov_ratio": 0.5,
-    "loss_kwargs.cov_bounds": "-1,1",
-    "loss_scale_factor": 3.0,
-    "rollout_correction.action": "mask",
-    "rollout_correction.bounds": (0.5, 1.5),
-    "rollout_correction.batch_normalize": True,
-    "overlong_factor": 3.0,
-    "kl_estimator": "abs",
-    "kl_placement": "reward",
-    "kl_target": 0.01,
-    "kl_horizon": 5000,
-}
-OF_LOSS = [name for name in VALUES if name.startswith(("loss_kwargs", "clip_ratio"))]
-OF_ADVANTAGE = [name for name in VALUES if name.startswith("adv_kwargs")]
-OF_CORRECTION = [name for name in VALUES if name.startswith("rollout_correction")]
-OF_KL = [name for name in VALUES if name.startswith("kl_")]
+def named(group: str, **values) -> dict:
+    return {f"{group}.{name}": value for name, value in values.items()}
+
+
+# what flags are changed to, where they are no choice among two
+OF_ADVANTAGE = named("adv_kwargs", epsilon=0.5, norm_adv_by_std_in_grpo="False", gamma=0.5, turn_coef=0.5, f_norm=3.0)
+OF_ADVANTAGE |= named("adv_kwargs", reward_weights="1,3", singleton="zero")
+OF_LOSS = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01, "clip_ratio_c": 1.01}
+OF_LOSS |= named("loss_kwargs", cliprange_low=0.05, cliprange_high=0.05, ratio_high=1.1, tau_pos=2.0, tau_neg=2.0)
+OF_LOSS |= named("loss_kwargs", delta_low=0.01, delta_high=0.01, dro_beta=2.0, delta=1.3, cap=1.1, kl_coef=3.0)
+OF_LOSS |= named("loss_kwargs", cov_ratio=0.5, cov_bounds="-1,1")
+OF_CORRECTION = named("rollout_correction", action="mask", bounds=(0.5, 1.5), batch_normalize=True)
+OF_KL = {"kl_estimator": "abs", "kl_placement": "reward", "kl_target": 0.01, "kl_horizon": 5000}
+VALUES = OF_ADVANTAGE | OF_LOSS | OF_CORRECTION | OF_KL | {"loss_scale_factor": 3.0, "overlong_factor": 3.0}
 ONE = "--num-mini-batches 1"
+IN_REWARD = "--adv-estimator rloo --kl-coef 0.1 --kl-placement reward"
 REWARDING = "--multi-turn.tools benchmarks/turn_credit.py:calculator"
-CASES: dict[str, tuple[str, list[str]]] = {
+CASES = {  # flags, and those that are then changed
     **{name: (f"--adv-estimator {name}", OF_ADVANTAGE) for name in ADV_ESTIMATORS},
     "gdpo": ("--adv-estimator gdpo --adv-kwargs reward_keys=a,b --overlong-buffer 0", OF_ADVANTAGE),
     "maxrl": ("--adv-estimator maxrl --overlong-buffer 0", OF_ADVANTAGE),
     **{name: (f"--adv-estimator {name} {REWARDING}", OF_ADVANTAGE) for name in ("gigpo", "mt_grpo")},
     "grpo_passk, not divided": (
         "--adv-estimator grpo_passk --adv-kwargs norm_adv_by_std_in_grpo=False",
-        [*OF_ADVANTAGE[:1], *OF_ADVANTAGE[2:]],
+        OF_ADVANTAGE.keys() - {"adv_kwargs.norm_adv_by_std_in_grpo"},
     ),
     **{name: (f"--loss {name}", OF_LOSS) for name in POLICY_LOSSES if name != "dro"},
     "dro": ("--loss dro --loss-kwargs dro_beta=1", OF_LOSS),
@@ -203,11 +170,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "no overlong penalty": ("--overlong-buffer 0", ["overlong_factor"]),
     "no KL": ("", OF_KL),
     "KL in the loss": ("--kl-coef 0.1", OF_KL),
-    "KL in the reward": (
-        "--adv-estimator rloo --kl-coef 0.1 --kl-placement reward",
-        [name for name in OF_KL if name != "kl_placement"],
-    ),
-    "KL with a target": ("--adv-estimator rloo --kl-coef 0.1 --kl-placement reward --kl-target 0.1", ["kl_horizon"]),
+    "KL in the reward": (IN_REWARD, OF_KL.keys() - {"kl_placement"}),
+    "KL with a target": (f"{IN_REWARD} --kl-target 0.1", ["kl_horizon"]),
 }
 
 
@@ -239,7 +203,6 @@ OTHERS = {f"{name}, one update" for name in POLICY_LOSSES} - {"gspo, one update"
 @pytest.mark.parametrize("case", with_slow(CASES, *OTHERS))
 def test_a_flag_changes_the_step_where_the_table_says_so_and_nowhere_else(case, one_rank):
     words, flags = CASES[case]
-
     args = parse_flags(dapo.Args, ["--zero-variance", "keep", *words.split()])
     before, reads = outcome(args), Reads(args)
     assert before is not None
@@ -259,8 +222,6 @@ def test_a_flag_changes_the_step_where_the_table_says_so_and_nowhere_else(case, 
 def test_the_default_kl_estimator_has_a_gradient_at_its_placement(one_rank, placement, estimator, other):
     """Near the reference k3 in the reward has almost none, and k1 in the loss has none on average."""
     words = f"--kl-coef 0.1 --adv-estimator rloo --zero-variance keep --kl-placement {placement}".split()
-    default, same_one, another = (
-        outcome(parse_flags(dapo.Args, [*words, *more]))
-        for more in ([], ["--kl-estimator", estimator], ["--kl-estimator", other])
-    )
+    ways = [], ["--kl-estimator", estimator], ["--kl-estimator", other]
+    default, same_one, another = (outcome(parse_flags(dapo.Args, [*words, *more])) for more in ways)
     assert same(default, same_one) and not same(default, another)

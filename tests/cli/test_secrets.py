@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
@@ -21,10 +22,7 @@ IN_FLAGS = {  # what the message says, by flags
     "--rollout-engine: user:password@": ["--rollout-engine", "http://me:hunter22@10.0.0.7:8000"],
     "--reward-kwargs api_key": ["--reward-kwargs", '{"base_url": "http://h/v1", "api_key": "correct horse"}'],
     "--reward-kwargs base_url: user:password@": ["--reward-kwargs", '{"base_url": "https://me:hunter22@h/v1"}'],
-    "--reward-kwargs headers Authorization": [
-        "--reward-kwargs",
-        '{"headers": {"Authorization": "Basic aHVudGVyMjI="}}',
-    ],
+    "--reward-kwargs headers Auth": ["--reward-kwargs", '{"headers": {"Authorization": "Basic aHVudGVyMjI="}}'],
     "--reward-kwargs api_key_env": ["--reward-kwargs", '{"api_key_env": "hunter22-hunter22"}'],
     "--reward-kwargs model: it looks like a key": ["--reward-kwargs", json.dumps({"model": KEY})],
     "--reward-kwargs base_url: a key in": ["--reward-kwargs", '{"base_url": "https://h/v1?api_key=hunter22"}'],
@@ -32,9 +30,7 @@ IN_FLAGS = {  # what the message says, by flags
     "--multi-turn.tools: --api-key": ["--multi-turn.tools", "mcp:server --api-key hunter22"],
     "--multi-turn.tools: Authorization": ["--multi-turn.tools", "mcp:Authorization=hunter22 https://h/mcp"],
     "--agent: OPENROUTER_API_KEY gets": ["--agent", "env OPENROUTER_API_KEY=hunter22 python prog.py"],
-    "--multi-turn.interaction api_key: it is a key": [
-        *("--multi-turn.interaction", 'verifiers:x {"api_key": "correct horse"}')
-    ],
+    "--multi-turn.interaction api_key": ["--multi-turn.interaction", 'verifiers:x {"api_key": "correct horse"}'],
     "--train-files: it holds the value of MY_TOKEN": ["--train-files", "https://h/of-the-environment/train.parquet"],
 }
 
@@ -42,9 +38,8 @@ IN_FLAGS = {  # what the message says, by flags
 def test_a_key_in_a_flag_is_refused_and_not_repeated():
     cases = [[*flags, "--dry-run", "1"] for flags in IN_FLAGS.values()]
     env = environment() | {"PYTHONPATH": str(ROOT), "MY_TOKEN": "of-the-environment"}
-    done = subprocess.run(
-        [*PYTHON, "-c", DRIVER, str(ROOT / "grpo.py"), json.dumps(cases)], env=env, capture_output=True, text=True
-    )
+    words = [*PYTHON, "-c", DRIVER, str(ROOT / "grpo.py"), json.dumps(cases)]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for message, (code, said, torch_imported) in zip(IN_FLAGS, json.loads(done.stdout)):
         assert code == 2 and said.startswith(f"error: {message}") and not torch_imported, (message, said)
@@ -52,62 +47,28 @@ def test_a_key_in_a_flag_is_refused_and_not_repeated():
         assert not any(secret in said for secret in ("hunter22", "aHVudGVyMjI", "correct horse", KEY, "of-the-env"))
 
 
-HOLD_A_KEY = [
-    *("prog.py --api-key hunter22", "prog -api_key=hunter22", "prog -apikey hunter22", "prog --openai-key=hunter22"),
-    *("prog --token=hunter22", "prog --github-token hunter22", "prog --password 'hunter22 x'", "prog --token 'a b'"),
-    *("prog -H 'x-api-key: hunter22'", "prog -H 'Authorization: Bearer hunter22'", "curl -u me:hunter22 http://h"),
-    *(
-        "prog --header=Authorization:hunter22",
-        "prog 'Authorization: Basic aHVudGVyMjI='",
-        "prog --auth 'Bearer hunter22'",
-    ),
-    *(
-        "sh -c 'export X_TOKEN=hunter22; prog'",
-        "bash -c \"API_KEY='hunter22' prog\"",
-        "docker run -e DB_PASS=hunter22 x",
-    ),
-    *(
-        "PASSWORD=hunter22 prog",
-        "env AWS_SECRET_ACCESS_KEY=hunter22 prog",
-        "PGPASSWORD=hunter22 prog",
-        "KEY=hunter22 p",
-    ),
-    *("docker run --env=GITHUB_PAT=hunter22 x", "prog password=hunter22", "prog --set auth.apiKey=hunter22"),
-    *(
-        "prog https://me:hunter22@h/v1",
-        "postgres://me:hunter22@db/x",
-        "https://h/v1?access_token=hunter22",
-        "s3://me:hunter22@bucket/model",
-        "abfs://me:hunter22@account.dfs.core.windows.net/rows.parquet",
-        "https://h/rows.parquet?X-Goog-Date=1&X-Goog-Signature=hunter22",
-        "prog --key",
-    ),
-    *(f"prog {KEY}", f"hf_{'aB3' * 11}", f"ghp_{'aB3' * 12}", f"AKIA{'ABC4' * 4}", f"AIza{'aB3' * 12}"),
-    *("-----BEGIN RSA PRIVATE KEY-----", "prog --api-key $ecret-hunter22", "prog --api-key ${X:-hunter22}"),
-    *(
-        'verifiers:x {"api_key": "hunter22"}',
-        "gym:x.py:Env {'api_key': 'hunter22'}",
-        'verifiers:x {"token": "hunter22"',
-    ),
-    *(
-        '{"env": {"OPENAI_KEY": "hunter22"}}',
-        '{"env": ["OPENAI_API_KEY=hunter22"]}',
-        '{"args": ["--api-key", "hunter22"]}',
-    ),
-    *('{"a": [{"b": {"clientSecret": "hunter22"}}]}', '{"api_key": {"value": "hunter22"}}', '{"password": 12345678}'),
-    *('{"a": "{\\"api_key\\": \\"hunter22\\"}"}', '{"api\\u005fkey": "hunter22"}', '{"api_keys": ["hunter22"]}'),
-    *(
-        '{"env": "x.py:load {\\"api_key\\": \\"hunter22\\"}"}',
-        '{"cmd": "prog --api-key hunter22"}',
-        {"X-Auth-Token": KEY},
-    ),
-    *("prog --bearer hunter22", "prog --pat hunter22", "java -DapiKey=hunter22 x", "prog --api-key \\\n hunter22"),
-    *('{"headers": {"Cookie": "session=hunter22"}}', '{"api key": "hunter22"}', '{"auth": {"pass": "hunter22"}}'),
-    *('{"Ocp-Apim-Subscription-Key": "hunter22"}', "prog --pass hunter22"),
-    *('{"slack_token": "hunter22"}', f'{{"{KEY}": 1}}', ("a", "--api-key", "hunter22"), '{"label_key": "a1" * 12}'),
-]
-HOLD_A_KEY[HOLD_A_KEY.index("prog --key")] += f" {'a1' * 12}"
-HOLD_A_KEY[HOLD_A_KEY.index('{"label_key": "a1" * 12}')] = json.dumps({"label_key": "a1" * 12})
+HOLD_A_KEY = r"""
+prog --api-key hunter22 ;; prog -api_key=hunter22 ;; prog --openai-key=hunter22 ;; prog --token=hunter22
+prog --github-token hunter22 ;; prog --password 'hunter22 x' ;; prog --token 'a b' ;; prog -H 'x-api-key: hunter22'
+prog -H 'Authorization: Bearer hunter22' ;; prog --header=Authorization:hunter22 ;; curl -u me:hunter22 http://h
+prog 'Authorization: Basic aHVudGVyMjI=' ;; prog --auth 'Bearer hunter22' ;; bash -c "API_KEY='hunter22' prog"
+sh -c 'export X_TOKEN=hunter22; prog' ;; docker run -e DB_PASS=hunter22 x ;; docker run --env=GITHUB_PAT=hunter22 x
+PASSWORD=hunter22 prog ;; env AWS_SECRET_ACCESS_KEY=hunter22 prog ;; PGPASSWORD=hunter22 prog ;; KEY=hunter22 p
+prog password=hunter22 ;; prog --set auth.apiKey=hunter22 ;; prog --pass hunter22 ;; prog --bearer hunter22
+prog https://me:hunter22@h/v1 ;; s3://me:hunter22@bucket/model ;; https://h/v1?access_token=hunter22
+abfs://me:hunter22@account.dfs.core.windows.net/rows ;; https://h/rows?X-Goog-Date=1&X-Goog-Signature=hunter22
+-----BEGIN RSA PRIVATE KEY----- ;; prog --api-key $ecret-hunter22 ;; prog --api-key ${X:-hunter22}
+prog --pat hunter22 ;; java -DapiKey=hunter22 x ;; verifiers:x {"token": "hunter22" ;; {"api_keys": ["hunter22"]}
+verifiers:x {"api_key": "hunter22"} ;; gym:x.py:Env {'api_key': 'hunter22'} ;; {"args": ["--api-key", "hunter22"]}
+{"env": {"OPENAI_KEY": "hunter22"}} ;; {"env": ["OPENAI_API_KEY=hunter22"]} ;; {"cmd": "prog --api-key hunter22"}
+{"a": [{"b": {"clientSecret": "hunter22"}}]} ;; {"api_key": {"value": "hunter22"}} ;; {"password": 12345678}
+{"a": "{\"api_key\": \"hunter22\"}"} ;; {"api\u005fkey": "hunter22"} ;; {"env": "x.py:load {\"api_key\": \"hunter22\"}"}
+{"headers": {"Cookie": "session=hunter22"}} ;; {"api key": "hunter22"} ;; {"auth": {"pass": "hunter22"}}
+{"Ocp-Apim-Subscription-Key": "hunter22"} ;; {"slack_token": "hunter22"}"""
+HOLD_A_KEY = re.split(" ;; |\n", HOLD_A_KEY.strip())
+HOLD_A_KEY += [f"prog {KEY}", f"hf_{'aB3' * 11}", f"ghp_{'aB3' * 12}", f"AKIA{'ABC4' * 4}", f"AIza{'aB3' * 12}"]
+HOLD_A_KEY += [f"prog --key {'a1' * 12}", f'{{"label_key": "{"a1" * 12}"}}', f'{{"{KEY}": 1}}', {"X-Auth-Token": KEY}]
+HOLD_A_KEY += [("a", "--api-key", "hunter22"), "prog --api-key \\\n hunter22"]
 
 
 @pytest.mark.parametrize("value", HOLD_A_KEY, ids=str)
@@ -132,12 +93,9 @@ def test_what_holds_a_key_is_refused(value):
         "path/to/token.py:password",
         "prog --pass 3 --path DATA --cookie-jar x --passes first2 --partition-key day",
         "val/token/mean@1 >= 0.9",
-        "http://localhost:8000/v1",
         "hdfs://me@namenode:8020/rows.parquet",
         "abfss://box@account.dfs.core.windows.net/rows.parquet",
         "hf://datasets/me/rows@main/train.parquet",
-        "Qwen/Qwen2.5-1.5B-Instruct",
-        ".*[qkvo]_proj",
         '{"base_url": "http://localhost:8000/v1", "model": "judge", "api_key_env": "JUDGE_KEY", "max_tokens": 100}',
         '{"tools": ["calculator", "mcp:GITHUB_TOKEN=$GITHUB_TOKEN npx server --port 1 -v"], "max_turn_tokens": 5}',
         '{"tools": ["mcp:Authorization=$AUTH https://h/mcp", "mcp:LOG_LEVEL=debug server"]}',
@@ -162,25 +120,17 @@ def test_a_text_for_the_model_may_name_keys(flag):
 def test_what_the_environment_says_is_secret_is_redacted(monkeypatch):
     monkeypatch.setattr(os, "environ", {"OPENAI_API_KEY": KEY, "HTTPS_PROXY": "http://me:hunter22@proxy:3128"})
     os.environ |= {"SHORT_KEY": "abc", "MONKEY": "/usr/bin", "JUDGE": "a judge's credential"}
-    assert (
-        secret_in('{"api_key_env": "JUDGE"}', "--reward-kwargs") is None
-    )  # and from now on that is one, whatever it is called
+    # from now on JUDGE is one, whatever it is called
+    assert secret_in('{"api_key_env": "JUDGE"}', "--reward-kwargs") is None
     text = f"401: {KEY} by http://me:hunter22@proxy:3128 abc /usr/bin a judge's credential"
     assert redact(text) == "401: *** by http://me:***@proxy:3128 abc /usr/bin ***"
 
 
-PEM = (
-    "-----BEGIN PRIVATE KEY-----\n"
-    + 3 * ("MIIEvQIBADANBgkqh+iG9w0BAQEFAASC" * 2 + "\n")
-    + "ab/=\n-----END PRIVATE KEY-----\n"
-)
-WRITTEN = {
-    "raw": str,
-    "json": json.dumps,
-    "repr": repr,
-    "url": lambda secret: quote(secret, safe=""),
-    "form": quote_plus,
-}
+LINES = 3 * ("MIIEvQIBADANBgkqh+iG9w0BAQEFAASC" * 2 + "\n")
+PEM = f"-----BEGIN PRIVATE KEY-----\n{LINES}ab/=\n-----END PRIVATE KEY-----\n"
+URL = lambda secret: quote(secret, safe="")  # noqa: E731
+WRITTEN = {"raw": str, "json": json.dumps, "repr": repr, "url": URL, "form": quote_plus}
+around = st.text(st.characters(min_codepoint=32, exclude_characters="%\\", codec="utf-8"))
 
 
 @pytest.mark.parametrize("form", WRITTEN)
@@ -188,11 +138,7 @@ WRITTEN = {
 @example(PEM, "one ", "two")
 @example(PEM.replace("\n", "\\n"), "one ", "two")
 @example("pass%41\\u00e9wörd😀'\"+ %%25 \\", "one ", "two")
-@given(
-    st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=8),
-    st.text(st.characters(min_codepoint=32, exclude_characters="%\\", codec="utf-8")),
-    st.text(st.characters(min_codepoint=32, exclude_characters="%\\", codec="utf-8")),
-)
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=8), around, around)
 def test_a_secret_is_redacted_in_the_usual_forms(form, secret, before, after):
     """It begins and ends with eight plain characters, of which nothing may be left."""
     secret = f"Qwertzui{secret}Yxcvbnmk"
@@ -240,9 +186,8 @@ def done_run(tmp_path_factory):
             patch.setenv("JUDGE_API_KEY", KEY)
             args += ["--track", "wandb", "tensorboard", "--run-name", "run"]
             arguments = command("grpo", folder, *SMALL, *args, launcher=[])
-            process = multiprocessing.get_context("fork").Process(
-                target=run_as_main, args=(arguments, outputs, environment())
-            )
+            given = arguments, outputs, environment()
+            process = multiprocessing.get_context("fork").Process(target=run_as_main, args=given)
             process.start()
             process.join()
     finally:
@@ -256,9 +201,6 @@ def test_a_run_prints_and_keeps_no_key(done_run):
     assert "Incorrect API key provided: ***" in done.stdout + done.stderr
     files = [path.read_text(errors="replace") for path in run.rglob("*") if path.is_file()]
     assert not any(KEY in text for text in (done.stdout, done.stderr, *files))
-
-
-# ---- files ---------------------------------------------------------------------------------------
 
 
 def mode(path: Path) -> int:

@@ -6,12 +6,12 @@ import json
 import math
 import random
 import statistics
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
@@ -25,22 +25,17 @@ from lib.core_algos import (
     explained_variance,
     get_adv_estimator_fn,
     length_adaptive_lam,
-    masked_whiten,
 )
 from lib.core_algos.papers.outcomes import gdpo, grpo_leave_one_out
-from lib.core_algos.papers.tokens_and_turns import optimal_token_baseline, tir_optimal_token_baseline
+from lib.core_algos.papers.tokens_and_turns import optimal_token_baseline
 from lib.declared import ADV_ESTIMATORS
 from remax import remax_advantages
-from tests.core_algos.test_core_algos import bits_equal, garbage
+from tests.core_algos import test_core_algos as of_core
+from tests.core_algos.test_core_algos import bits_equal, garbage, seeds
 from tests.reference_formulas import grpo_advantages, ppo_advantages, rewards_to_go, value_loss
 
-GAMMA, LAM, ALPHA, WEIGHTS = 0.97, 0.9, 0.3, [0.5, 2.0]
-seeds = st.integers(0, 2**32 - 1)
-
-
-def for_all(**strategies):
-    """hypothesis' given, quick and the same on every run; seeds make the tensors."""
-    return lambda test: settings(max_examples=12, derandomize=True)(given(**strategies)(test))
+GAMMA, LAM, ALPHA, WEIGHTS = 0.97, 0.9, 0.3, (0.5, 2.0)
+for_all = partial(of_core.for_all, 12)
 
 
 def close(a, b):
@@ -130,72 +125,36 @@ def slow_gae(lam, lam_policy=None, alpha=None):
     return estimate
 
 
-def of_token_baseline(b):
-    columns = {"token_level_rewards": b["rewards"], "response_mask": b["mask"], "index": b["index"]}
-    return columns | {"squared_score": b["squared_score"]}
+def gae(b, lam, lam_policy=None):
+    return compute_gae_advantage_return(b["rewards"], b["values"], b["mask"], GAMMA, lam, lam_policy)
 
 
-# name: (the estimator on a batch and a singleton rule, the loop); both -> advantages, returns
-def outcome(name):
+COLUMNS = {"squared_score": "squared_score", "rollout_is_weights": "is_weights", "anchor_states": "anchor_states"}
+COLUMNS["reward_components"] = "components"
+
+
+def of_groups(name, **settings):
+    estimator, function = ADV_ESTIMATORS[name], get_adv_estimator_fn(name)
+
     def fast(b, singleton):
-        settings = {"singleton": singleton} if "singleton" in ADV_ESTIMATORS[name].settings else {}
-        return get_adv_estimator_fn(name)(b["rewards"], b["mask"], b["index"], **settings)
+        columns = {column: b[COLUMNS[column]] for column in estimator.columns if column in COLUMNS}
+        rule = {"singleton": singleton} if "singleton" in estimator.settings else {}
+        return function(b["rewards"], b["mask"], b["index"], **columns, **settings, **rule)
 
-    return fast, slow(name)
+    return fast, slow(name, **settings)
 
 
-ESTIMATORS = {
-    "grpo": outcome("grpo"),
-    "dr_grpo": outcome("dr_grpo"),
-    "grpo_passk": outcome("grpo_passk"),
-    "grpo_leave_one_out": outcome("grpo_leave_one_out"),
-    "grpo_batch_std": outcome("grpo_batch_std"),
-    "rloo": outcome("rloo"),
-    "opo": outcome("opo"),
-    "gpg": outcome("gpg"),
-    "maxrl": tuple(lambda b, s, f=f: f(b | {"rewards": b["rewards"].abs()}, s) for f in outcome("maxrl")),
-    "reinforce_plus_plus_baseline": outcome("reinforce_plus_plus_baseline"),
-    "reinforce_plus_plus": (
-        lambda b, s: get_adv_estimator_fn("reinforce_plus_plus")(b["rewards"], b["mask"], b["index"], gamma=GAMMA),
-        slow("reinforce_plus_plus", gamma=GAMMA),
-    ),
-    "remax": (
-        lambda b, s: remax_advantages(b["rewards"] * 1.0, b["baselines"], b["mask"].bool()),
-        slow_remax,
-    ),
-    "gdpo": (
-        lambda b, s: gdpo(
-            b["rewards"], b["mask"], b["index"], reward_components=b["components"], reward_weights=WEIGHTS, singleton=s
-        ),
-        slow("gdpo", reward_weights=tuple(WEIGHTS)),
-    ),
-    "optimal_token_baseline": (
-        lambda b, s: optimal_token_baseline(**of_token_baseline(b), rollout_is_weights=b["is_weights"], singleton=s),
-        slow("optimal_token_baseline"),
-    ),
-    "tir_optimal_token_baseline": (
-        lambda b, s: tir_optimal_token_baseline(
-            **of_token_baseline(b), rollout_is_weights=b["is_weights"], singleton=s
-        ),
-        slow("tir_optimal_token_baseline"),
-    ),
-    "gigpo": (
-        lambda b, s: get_adv_estimator_fn("gigpo")(
-            *(b[k] for k in ("rewards", "mask", "index")), anchor_states=b["anchor_states"], gamma=GAMMA, singleton=s
-        ),
-        slow("gigpo", gamma=GAMMA),
-    ),
-    "mt_grpo": outcome("mt_grpo"),
-    "gae": (
-        lambda b, s: compute_gae_advantage_return(b["rewards"], b["values"], b["mask"], GAMMA, LAM),
-        slow_gae(LAM),
-    ),
-    "vapo": (
-        lambda b, s: compute_gae_advantage_return(
-            b["rewards"], b["values"], b["mask"], GAMMA, 1.0, length_adaptive_lam(b["mask"], ALPHA)
-        ),
-        slow_gae(1.0, alpha=ALPHA),
-    ),
+SETTINGS = {"reinforce_plus_plus": {"gamma": GAMMA}, "gdpo": {"reward_weights": WEIGHTS}}
+SETTINGS |= {"gigpo": {"gamma": GAMMA, "turn_coef": 0.7}, "mt_grpo": {"turn_coef": 0.7}}
+# name: (the estimator on a batch and a singleton rule, the loop); both -> advantages, returns
+ESTIMATORS = {name: of_groups(name, **SETTINGS.get(name, {})) for name in ADV_ESTIMATORS}
+TURNS = {f"{name}, not divided": {"norm_adv_by_std_in_grpo": False} | SETTINGS[name] for name in ("gigpo", "mt_grpo")}
+ESTIMATORS |= {key: of_groups(key.partition(",")[0], **settings) for key, settings in TURNS.items()}
+ESTIMATORS |= {
+    "maxrl": tuple(lambda b, s, f=f: f(b | {"rewards": b["rewards"].abs()}, s) for f in of_groups("maxrl")),
+    "remax": (lambda b, s: remax_advantages(b["rewards"] * 1.0, b["baselines"], b["mask"].bool()), slow_remax),
+    "gae": (lambda b, s: gae(b, LAM), slow_gae(LAM)),
+    "vapo": (lambda b, s: gae(b, 1.0, length_adaptive_lam(b["mask"], ALPHA)), slow_gae(1.0, alpha=ALPHA)),
 }
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
@@ -219,35 +178,20 @@ def rearranged(b, rows):
 # ------------------------------------------------------------------------- what all estimators must obey
 
 
-TENSORS = {  # of the shape that each has beside rewards (B, T)
-    "values": lambda x: x,
-    "old_log_probs": lambda x: x,
-    "squared_score": lambda x: x,
-    "rollout_is_weights": lambda x: x,
-    "reward_baselines": lambda x: x[:, 0],
-    "reward_components": lambda x: x,
-    "anchor_states": lambda x: x.long(),
-    "turn_numbers": lambda x: torch.ones_like(x).long(),
-}
+def columns_like(rewards, names):
+    """Of the shape that each has beside rewards (B, T)."""
+    shaped = {"reward_baselines": rewards[:, 0], "anchor_states": rewards.long()}
+    shaped["turn_numbers"] = torch.ones_like(rewards).long()
+    return {name: shaped.get(name, rewards) for name in names}
 
 
-def test_every_estimator_is_tested_and_called_alike():
-    assert set(ADV_ESTIMATORS) <= set(ESTIMATORS)
+def test_every_estimator_is_called_alike():
     for name, estimator in ADV_ESTIMATORS.items():
         signature = inspect.signature(get_adv_estimator_fn(name))
         positional = [x.name for x in signature.parameters.values() if x.kind != x.KEYWORD_ONLY]
         keywords = signature.parameters.keys() - {*positional}
         assert positional == ["token_level_rewards", "response_mask", "index"]
         assert keywords == {*estimator.columns, *estimator.settings}
-
-
-@for_all(seed=seeds)
-def test_reinforce_plus_plus_has_no_groups(seed):
-    b = random_batch(seed)
-    one, other = (
-        get_adv_estimator_fn("reinforce_plus_plus")(b["rewards"], b["mask"], index) for index in (b["index"], None)
-    )
-    assert bits_equal(one[0], other[0]) and bits_equal(one[1], other[1])
 
 
 @every_estimator
@@ -305,7 +249,7 @@ def test_nothing_or_one_token_lives(name):
 TOKEN_BASELINES = {"gae", "vapo", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"}
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - TOKEN_BASELINES - {"gigpo", "mt_grpo"}))  # see below
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - TOKEN_BASELINES - {"gigpo", "mt_grpo"} - TURNS.keys()))
 @for_all(seed=seeds, size=st.integers(2, 7), reward=st.floats(-100, 100))
 def test_equal_rewards_give_exactly_zero(name, seed, size, reward):
     rng = random.Random(seed)
@@ -334,49 +278,6 @@ def test_maxrl_takes_no_reward_below_0():
 # ----------------------------------------------------------------------------- what single ones must obey
 
 
-@for_all(seed=seeds, lam=st.floats(0, 1), gamma=st.floats(0, 1))
-def test_gae_over_tool_spans_equals_gae_without_them(seed, lam, gamma):
-    """To the bit; REINFORCE++ and ReMax too."""
-    b = random_batch(seed)
-    compact = {k: torch.zeros_like(b[k]) for k in ("rewards", "values", "mask")}
-    for i in range(len(b["mask"])):
-        steps = b["mask"][i].nonzero()[:, 0]
-        for k in compact:
-            compact[k][i, : len(steps)] = b[k][i, steps]
-    results = [
-        [
-            *compute_gae_advantage_return(c["rewards"], c["values"], c["mask"], gamma, lam),
-            *compute_gae_advantage_return(
-                c["rewards"], c["values"], c["mask"], gamma, lam, length_adaptive_lam(c["mask"], ALPHA)
-            ),
-            *get_adv_estimator_fn("reinforce_plus_plus")(c["rewards"], c["mask"], gamma=gamma),
-            *remax_advantages(c["rewards"], b["baselines"], c["mask"].bool()),
-        ]
-        for c in (poisoned(b, seed), compact)
-    ]
-    for spread_out, dense in zip(*results):
-        for i in range(len(b["mask"])):
-            steps = b["mask"][i].nonzero()[:, 0]
-            assert bits_equal(spread_out[i, steps], dense[i, : len(steps)])
-
-
-def test_gae_worked_example():
-    """Two tokens, tool output, one token; the reward on the last. γ = ½, λ = ½; returns are those before whitening."""
-    rewards = torch.tensor([[0.0, 0.0, math.nan, 8.0, 9.0]])
-    values = torch.tensor([[1.0, 2.0, math.nan, 4.0, math.inf]])
-    mask = torch.tensor([[1, 1, 0, 1, 0]])
-    advantages, returns = compute_gae_advantage_return(rewards, values, mask, gamma=0.5, lam=0.5)
-    # δ = ½·2 − 1 = 0, ½·4 − 2 = 0, 8 − 4 = 4
-    torch.testing.assert_close(returns, torch.tensor([[1.25, 3.0, 0.0, 8.0, 0.0]]))
-    torch.testing.assert_close(advantages, masked_whiten(torch.tensor([[0.25, 1.0, 0.0, 4.0, 0.0]]), mask))
-
-
-def test_vapo_paper_lengths():
-    mask = torch.zeros(2, 400)
-    mask[0, :100] = mask[1, :400] = 1
-    assert length_adaptive_lam(mask, 0.05).tolist() == pytest.approx([0.8, 0.95])
-
-
 def test_gdpo_weights():
     with pytest.raises(InputError, match="3 weights for 2 rewards"):
         x = torch.ones(2, 1)
@@ -400,57 +301,19 @@ def test_leave_one_out_of_equal_others_is_not_divided(odd):
 
 def test_optimal_token_baseline_without_is_weights():
     b = random_batch(11)
-    ones = optimal_token_baseline(**of_token_baseline(b), rollout_is_weights=torch.ones_like(b["rewards"]))
-    assert bits_equal(optimal_token_baseline(**of_token_baseline(b))[0], ones[0])
-
-
-def test_turn_aligned_baseline_by_hand():
-    """Every token weighs 1, so W_n = n. The second row's tool wrote one token before its second.
-
-    Its second token has index 1 in both rows: B = mean of G there, which by position would have no partner."""
-    mask, rewards = torch.tensor([[1, 1, 0], [1, 0, 1]]), torch.tensor([[0.0, 1, 0], [0, 0, 3]])
-    args = rewards, mask, ["u", "u"]
-    aligned, returns = tir_optimal_token_baseline(*args, squared_score=torch.ones(2, 3))
-    assert returns.tolist() == [[1, 1, 0], [3, 0, 3]]
-    torch.testing.assert_close(aligned, torch.tensor([[-1.0, -1, 0], [1, 0, 1]]))
-    plain, _ = optimal_token_baseline(*args, squared_score=torch.ones(2, 3))
-    torch.testing.assert_close(plain, torch.tensor([[-1.0, 0, 0], [1, 0, 3]]))  # alone at positions 1 and 2
+    columns = [b[key] for key in ("rewards", "mask", "index")]
+    baseline = partial(optimal_token_baseline, *columns, squared_score=b["squared_score"])
+    assert bits_equal(baseline()[0], baseline(rollout_is_weights=torch.ones_like(b["rewards"]))[0])
 
 
 # A group of four. Rows 0 and 1 call, get the same answer, and one of the two copies it well. Row 2 gets another answer,
 # row 3 answers at once, and wrongly. Of the calls only the first two are rewarded.
 EPISODES = {
-    "token_level_rewards": torch.tensor(
-        [[0, 0.2, 0, 1], [0, 0.2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64
-    ),
+    "token_level_rewards": torch.tensor([[0, 0.2, 0, 1.0], [0, 0.2, 0, 0], [0] * 4, [0] * 4], dtype=torch.float64),
     "response_mask": torch.tensor([[1, 1, 0, 1], [1, 1, 0, 1], [1, 1, 0, 1], [1, 0, 0, 0]]),
     "index": ["u"] * 4,
     "anchor_states": torch.tensor([[0, 0, 0, 7], [0, 0, 0, 7], [0, 0, 0, 9], [0, 0, 0, 0]]),
 }
-
-
-def by_turn(first: list[float], second: list[float]) -> torch.Tensor:
-    """(4, 4): the advantages of the episodes' turns on their tokens."""
-    rows = torch.tensor([first, first, first, second], dtype=torch.float64).T
-    return rows.where(EPISODES["response_mask"].bool(), 0)
-
-
-@pytest.mark.parametrize("coef", [0, 1, 2])
-def test_gigpo_by_hand(coef):
-    """Episodes have 1.2, 0.2, 0, 0. From the prompt the returns are 0.7, 0.2, 0, 0; from state 7 they are 1 and 0."""
-    found, _ = get_adv_estimator_fn("gigpo")(**EPISODES, gamma=0.5, turn_coef=coef, norm_adv_by_std_in_grpo=False)
-    first = [0.85 + coef * 0.475, -0.15 - coef * 0.025, -0.35 - coef * 0.225, -0.35 - coef * 0.225]
-    close(found, by_turn(first, [0.85 + coef * 0.5, -0.15 - coef * 0.5, -0.35, -0.35]))
-
-
-@pytest.mark.parametrize("coef", [0, 1, 2])
-def test_mt_grpo_by_hand(coef):
-    """Outcomes are 1, 0, 0, 0; rewards of the first turn 0.2, 0.2, 0, and 0 of the episode that ends with it."""
-    columns = {key: value for key, value in EPISODES.items() if key != "anchor_states"}
-    found, _ = get_adv_estimator_fn("mt_grpo")(**columns, turn_coef=coef, norm_adv_by_std_in_grpo=False)
-    outcome = [0.75, -0.25, -0.25, -0.25]
-    first = [outcome[0] + coef * 0.1, outcome[1] + coef * 0.1, outcome[2] - coef * 0.1, outcome[3]]
-    close(found, by_turn(first, outcome))
 
 
 @pytest.mark.parametrize("name", ["gigpo", "mt_grpo"])
@@ -465,18 +328,12 @@ def test_turns_that_follow_each_other_without_a_token_between(name):
 
 
 @for_all(seed=seeds)
-def test_states_of_other_groups_are_other_states(seed):
-    """Equal ids in two groups are not compared, and what the ids are does not matter."""
+def test_what_the_ids_of_states_are_does_not_matter(seed):
     b = random_batch(seed)
     columns = [b[k] for k in ("rewards", "mask", "index")]
     found, _ = get_adv_estimator_fn("gigpo")(*columns, anchor_states=b["anchor_states"])
     apart = b["anchor_states"] * 2**61 - torch.tensor(b["index"])[:, None]
     assert bits_equal(get_adv_estimator_fn("gigpo")(*columns, anchor_states=apart)[0], found)
-    unique = torch.arange(b["mask"].numel()).view(b["mask"].shape)
-    grpo, _ = compute_grpo_outcome_advantage(*columns)
-    close(
-        get_adv_estimator_fn("gigpo")(*columns, anchor_states=unique)[0], grpo
-    )  # a state of its own compares with nothing
 
 
 def test_estimator_inputs():
@@ -490,11 +347,8 @@ def test_estimator_inputs():
         assert all(bits_equal(x, y) for x, y in zip(*results)), name
     rewards = torch.zeros(2, 1, requires_grad=True)
     for name, estimator in ADV_ESTIMATORS.items():
-        tensors = {key: TENSORS[key](rewards) for key in estimator.columns}
+        tensors = columns_like(rewards, estimator.columns)
         assert not get_adv_estimator_fn(name)(rewards, mask, ["u", "u"], **tensors)[0].requires_grad, name
-
-
-# ---------------------------------------------------------------------------------------- value loss
 
 
 @for_all(seed=seeds, clip=st.sampled_from([0.2, 0.5, math.inf]))
@@ -529,17 +383,13 @@ def test_explained_variance():
     g = torch.Generator().manual_seed(0)
     values, mask = torch.randn(4, 5, generator=g, dtype=torch.float64), torch.ones(4, 5)
     returns = values + torch.randn(4, 5, generator=g, dtype=torch.float64)
-    expected = 1 - statistics.pvariance((returns - values).flatten().tolist()) / statistics.pvariance(
-        returns.flatten().tolist()
-    )
+    left, whole = (statistics.pvariance(x.flatten().tolist()) for x in (returns - values, returns))
+    expected = 1 - left / whole
     assert explained_variance(values, returns, mask) == pytest.approx(expected, rel=1e-9)
     assert explained_variance(returns, returns, mask) == 1
     equal = (0.7 - values) + values  # as the critic's returns are, all equal but for rounding
     assert len(equal.unique()) > 1 and explained_variance(values, equal, mask) == 0
     assert explained_variance(values, returns, 0 * mask) == 0
-
-
-# ------------------------------------------------------------------------------------ KL in the reward
 
 
 @for_all(seed=seeds, beta=st.floats(0, 2))
@@ -556,11 +406,6 @@ def test_kl_penalty_in_the_reward(seed, beta):
             rows.append(statistics.mean(b["values"][i, t].item() for t in steps))
     close(rewards, expected)
     assert type(mean) is float and mean == pytest.approx(statistics.mean(rows) if rows else 0, abs=1e-12)
-    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
-    dead = {k: torch.cat([dirty[k][order], garbage((2, rewards.shape[1]), seed)]) for k in ("rewards", "values")}
-    mask = torch.cat([b["mask"][order], torch.zeros(2, rewards.shape[1], dtype=torch.long)])
-    more, same_mean = apply_kl_penalty(dead["rewards"], dead["values"], mask, beta)
-    assert bits_equal(more[:-2], rewards[order]) and same_mean == mean
 
 
 def test_adaptive_controller_by_hand():
@@ -583,20 +428,12 @@ def test_adaptive_controller_by_hand():
 
 
 def test_controllers_resume_exactly():
-    make = lambda: AdaptiveKLController(0.001, 0.1, 10000)  # noqa: E731
-    kls = [0.05, 0.2, 0.13, 0.09, 0.01, 0.101]
-    whole = make()
-    for kl in kls:
-        whole.update(kl, 333)
-    first, second = make(), make()
-    for kl in kls[:3]:
-        first.update(kl, 333)
-    state = first.state_dict()
-    assert {type(v) for v in state.values()} == {float}
-    second.load_state_dict(state)
-    for kl in kls[3:]:
-        second.update(kl, 333)
-    assert second.value == whole.value != make().value
+    whole, resumed = (AdaptiveKLController(0.001, 0.1, 10000) for _ in range(2))
+    for kl in (0.05, 0.2, 0.13, 0.09, 0.01, 0.101):
+        before, resumed = resumed, AdaptiveKLController(0.001, 0.1, 10000)
+        resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        whole.update(kl, 333), resumed.update(kl, 333)
+        assert resumed.value == whole.value
     fixed = AdaptiveKLController(0.25)
     fixed.update(9.0, 333)
     assert fixed.value == 0.25
@@ -651,10 +488,5 @@ def test_lookup_checks_name_and_settings():
     settings = {"singleton": "zero", "epsilon": 1e-4}
     expected = compute_grpo_outcome_advantage(rewards, mask, index, **settings)[0]
     assert bits_equal(get_adv_estimator_fn("grpo", settings)(rewards, mask, index)[0], expected)
-    for name, estimator in ADV_ESTIMATORS.items():
-        tensors = {key: TENSORS[key](rewards) for key in estimator.columns}
-        settings = {"singleton": "zero"} if "singleton" in estimator.settings else {}
-        advantages, returns = get_adv_estimator_fn(name, settings)(rewards, mask, index, **tensors)
-        assert advantages.shape == returns.shape == mask.shape
     with pytest.raises(InputError, match=r"'drgrpo': choose one of grpo, dr_grpo, .*rloo.*opo"):
         get_adv_estimator_fn("drgrpo")

@@ -6,7 +6,7 @@ The references are written another way than the kernels (case by case, gradients
 import math
 import random
 import statistics
-import uuid
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ from lib.core_algos import (
 )
 from lib.core_algos.policy_losses import compute_policy_loss
 from lib.core_algos.reductions import masked_var
-from tests.reference_formulas import kl_estimate
+from tests.reference_formulas import kl_estimate, token_weight
 
 GARBAGE = [math.nan, 1e9, -1e9, math.inf, -math.inf]
 SCALE = 17.0  # loss_scale_factor
@@ -102,18 +102,6 @@ def test_masked_reductions_equal_the_loop(seed):
         assert w == pytest.approx((v - mean) / std if m else 0, rel=1e-9, abs=1e-12)
 
 
-@for_all(seed=seeds)
-@pytest.mark.parametrize("kernel", [masked_sum, masked_mean, masked_var, lambda v, m: masked_whiten(v, m)[0, 0] ** 2])
-def test_masked_positions_have_no_gradient(kernel, seed):
-    values, _, _, mask = random_batch(seed)
-    mask[0, 0] = mask[1, 0] = 1
-    clean, dirty = values.clone().requires_grad_(), poison(values, mask, seed).requires_grad_()
-    kernel(clean, mask).backward()
-    kernel(dirty, mask).backward()
-    assert bits_equal(clean.grad, dirty.grad)
-    assert (dirty.grad[mask == 0] == 0).all()
-
-
 def test_masked_edges():
     values = torch.tensor([[1.0, math.nan]])
     assert masked_mean(values, torch.tensor([[0, 0]])).item() == 0
@@ -128,35 +116,6 @@ def test_masked_edges():
 # ------------------------------------------------------------------------------------------ advantages
 
 
-def random_outcomes(seed, dtype=torch.float32):
-    """Rewards on the last valid token or spread out, 1 to 4 rows a group, some rows dead, ids strings or ints."""
-    g, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    sizes = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
-    ids = [str(uuid.UUID(int=rng.getrandbits(128))) if seed % 2 else rng.getrandbits(30) for _ in sizes]
-    index = [uid for uid, size in zip(ids, sizes) for _ in range(size)]
-    rng.shuffle(index)
-    mask = random_mask(g, len(index), rng.randint(1, 6))
-    rewards = torch.randn(mask.shape, generator=g, dtype=dtype)
-    if rng.random() < 0.5:
-        rewards = (rewards > 0).to(dtype)
-    return rewards, mask, np.array(index, dtype=object) if rng.random() < 0.5 else index
-
-
-def test_grpo_worked_example():
-    """Two groups, one of a single row, by hand."""
-    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
-    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0]])
-    index = ["a", "a", "a", "b"]
-    std = math.sqrt(1 / 3)  # of 1, 0, 1, with N − 1
-    advantages, _ = compute_grpo_outcome_advantage(rewards, mask, index)
-    expected = [[1 / 3 / std] * 2, [-2 / 3 / std] * 2, [1 / 3 / std] * 2, [3.0, 0.0]]
-    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-5, atol=0)
-    dr_grpo, _ = compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False, singleton="zero")
-    torch.testing.assert_close(dr_grpo, torch.tensor([[1 / 3] * 2, [-2 / 3] * 2, [1 / 3] * 2, [0.0, 0.0]]))
-    mask[1] = 0  # the survivors' rewards are equal
-    assert (compute_grpo_outcome_advantage(rewards, mask, index)[0][:3] == 0).all()
-
-
 def test_grpo_inputs():
     rewards, mask = torch.tensor([[1], [0]]), torch.ones(2, 1)  # integer rewards must not truncate the advantages
     for index in (torch.tensor([5, 5]), np.array([5, 5]), ["u", "u"]):
@@ -167,6 +126,7 @@ def test_grpo_inputs():
     assert advantages[:, 0].tolist() == [25, -25]
     assert compute_grpo_outcome_advantage(rewards, torch.zeros(2, 1), index)[0].tolist() == [[0], [0]]
     assert compute_grpo_outcome_advantage(torch.zeros(0, 3), torch.zeros(0, 3), [])[0].shape == (0, 3)
+    assert zero_variance_rows(torch.zeros(0, 1), torch.zeros(0, 1), []).shape == (0,)
     with pytest.raises(ValueError, match="one group id for each of the 2 rows"):
         compute_grpo_outcome_advantage(rewards, mask, ["u"])
     with pytest.raises(InputError, match="raw, zero"):
@@ -175,8 +135,9 @@ def test_grpo_inputs():
 
 @for_all(seed=seeds)
 def test_zero_variance_rows_equal_the_loop(seed):
-    rewards, mask, index = random_outcomes(seed, torch.float64)
-    rewards = (rewards > 0.5).double() * 0.3  # many equal groups
+    rewards, _, _, mask = random_batch(seed, rows=8)
+    rewards = (rewards > -0.5).double() * 0.3  # many equal groups
+    index = random.Random(seed).choices(["a", 7, "c", "d"], k=8)
     scores = {i: math.fsum(r for r, m in zip(rewards[i].tolist(), mask[i].tolist()) if m) for i in range(len(mask))}
     live = [i for i in scores if mask[i].any()]
     expected = []
@@ -213,10 +174,6 @@ def test_scores_are_equal_but_for_rounding(rewards, equal, scale, dtype):
             assert (advantages[:2] == 0).all(), name
 
 
-def test_zero_variance_of_no_rows():
-    assert zero_variance_rows(torch.zeros(0, 1), torch.zeros(0, 1), []).shape == (0,)
-
-
 def test_zero_variance_of_reward_components_is_not_that_of_their_sum():
     """Group 0 differs in both rewards and not in their sum, group 1 only in the sum of what else there is."""
     sums, mask = torch.tensor([[1.0], [1.0], [2.0], [3.0], [9.0]]), torch.tensor([[1], [1], [1], [1], [0]])
@@ -241,43 +198,23 @@ def test_overlong_penalty_equals_the_loop(seed, buffer, factor):
         if length > 6 - buffer:
             expected[length - 1] = -(length - (6 - buffer)) / buffer * factor
         assert row == pytest.approx(expected, rel=1e-6)
-
-
-def test_overlong_penalty_by_hand():
-    """At most 10 tokens, the last 4 of them in the buffer; tool output in the middle of the third row."""
-    lengths = [6, 7, 10]
-    mask = torch.tensor([[int(t < n) for t in range(10)] for n in lengths] + [[0] * 10])
-    mask[2, 3:6] = 0
-    penalty = compute_overlong_penalty(mask, 10, 4, 2.0)
-    assert penalty.sum(1).tolist() == [0, -0.5, -2, 0] and penalty[1, 6] == -0.5 and penalty[2, 9] == -2
-    for buffer in (0, -1, 11):
-        with pytest.raises(InputError, match=r"1\.\.max_response_length = 10"):
-            compute_overlong_penalty(mask, 10, buffer, 1.0)
+    for wrong in (0, -1, 7):
+        with pytest.raises(InputError, match=r"1\.\.max_response_length = 6"):
+            compute_overlong_penalty(mask, 6, wrong, factor)
 
 
 # ------------------------------------------------------------------------- policy loss and aggregation
 
 
-def slow_weights(mask, mode):
-    """The weight of every token's loss in the loss of the mini-batch."""
-    mask = mask.double()
-    tokens, rows = mask.sum().item(), (mask.sum(1) > 0).sum().item()
-    weights = torch.zeros(mask.shape, dtype=torch.float64)
-    for i in range(mask.shape[0]):
-        for t in range(mask.shape[1]):
-            if mask[i, t]:
-                weights[i, t] = {
-                    "token-mean": 1 / tokens,
-                    "token-sum": 1,
-                    "seq-mean-token-sum": 1 / rows,
-                    "seq-mean-token-mean": 1 / rows / mask[i].sum().item(),
-                    "seq-mean-token-sum-norm": 1 / rows / SCALE,
-                }[mode]
-    return weights
-
-
 def counts(mask):
     return {"global_tokens": int(mask.sum()), "global_rows": int(mask.any(-1).sum())}
+
+
+def slow_weights(mask, mode):
+    """The weight of every token's loss in the loss of the mini-batch."""
+    args = SimpleNamespace(loss_agg_mode=mode, loss_scale_factor=SCALE)
+    of_rows = [token_weight(args, max(n, 1), *counts(mask).values()) for n in mask.sum(1).tolist()]
+    return torch.tensor(of_rows, dtype=torch.float64)[:, None] * mask
 
 
 def close(a, b):
@@ -308,23 +245,15 @@ def test_agg_loss_bad_input():
         agg_loss(ones, torch.ones(2, 1), "token-mean")
 
 
-def test_policy_loss_by_hand():
-    """ρ = 2 with A > 0 is clipped at 1.28, with A < 0 not; ρ = 4 with A < 0 stops at c = 3, and goes on without c."""
-    ratio = torch.tensor([[2.0, 2.0, 4.0, 0.5]])
-    advantages = torch.tensor([[1.0, -1.0, -1.0, -1.0]])
-    args = (torch.zeros(1, 4), ratio.log(), advantages, torch.ones(1, 4))
-    losses, metrics = compute_policy_loss(*args, cliprange_low=0.2, cliprange_high=0.28)
-    torch.testing.assert_close(losses, torch.tensor([[-1.28, 2.0, 3.0, 0.8]]))
-    assert metrics["actor/pg_clipfrac"].tolist() == [[1, 0, 0, 1]]
-    assert metrics["actor/pg_clipfrac_lower"].tolist() == [[0, 0, 1, 0]]
-    losses, metrics = compute_policy_loss(*args, clip_ratio_c=math.inf)
-    torch.testing.assert_close(losses, torch.tensor([[-1.2, 2.0, 4.0, 0.8]]))
-    assert metrics["actor/pg_clipfrac_lower"].tolist() == [[0, 0, 0, 0]]
+def test_the_dual_clip_may_be_left_out():
+    """ρ = 4 with A < 0 stops at c = 3, and goes on without c; the other bounds are 0.2."""
+    args = torch.zeros(1, 3), torch.tensor([[2.0, 4.0, 0.5]]).log(), torch.tensor([[1.0, -1, -1]]), torch.ones(1, 3)
+    for keywords, of_4 in ({}, 3.0), ({"clip_ratio_c": math.inf}, 4.0):
+        losses, metrics = compute_policy_loss(*args, **keywords)
+        torch.testing.assert_close(losses, torch.tensor([[-1.2, of_4, 0.8]]))
+        assert metrics["actor/pg_clipfrac_lower"].tolist() == [[0, of_4 == 3, 0]]
     with pytest.raises(InputError, match="clip_ratio_c"):
         compute_policy_loss(*args, clip_ratio_c=1.0)
-
-
-# -------------------------------------------------------------------------------------- KL and entropy
 
 
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
@@ -368,29 +297,27 @@ def test_kl_estimators_by_exact_enumeration(seed, vocabulary):
     reverse = (logp.exp() * (logp - ref)).sum()
     forward = (ref.exp() * (ref - logp)).sum()
 
-    def expected_gradient(name):
-        return torch.autograd.grad((p * kl_penalty(logp[None], ref[None], name)[0]).sum(), logits, retain_graph=True)[0]
+    def gradient_of(x):
+        return torch.autograd.grad(x, logits, retain_graph=True)[0]
+
+    def expected(name, q=p, old=None):
+        return (q * kl_penalty(logp[None], ref[None], name, None, old)[0]).sum()
 
     for name in ("k1", "k3", "k1+", "k3+"):
-        close((p * kl_penalty(logp[None], ref[None], name)[0]).sum().detach(), reverse.detach())
-    (gradient,) = torch.autograd.grad(reverse, logits, retain_graph=True)
-    (forward_gradient,) = torch.autograd.grad(forward, logits, retain_graph=True)
+        close(expected(name).detach(), reverse.detach())
+    gradient = gradient_of(reverse)
     for name in ("k2", "k1+", "k3+"):
-        close(expected_gradient(name), gradient)
+        close(gradient_of(expected(name)), gradient)
     # tokens of another policy: value and gradient by importance weighting, no others
     sampler = torch.log_softmax(torch.rand(vocabulary, generator=g, dtype=torch.float64), -1)
-    for old, q in ((sampler, sampler.exp()), (None, p)):
-        for name in ("k1_unbiased", "k3_unbiased"):
-            estimate = (q * kl_penalty(logp[None], ref[None], name, None, None if old is None else old[None])[0]).sum()
+    for name in ("k1_unbiased", "k3_unbiased"):
+        for estimate in (expected(name), expected(name, sampler.exp(), sampler[None])):
             close(estimate.detach(), reverse.detach())
-            close(torch.autograd.grad(estimate, logits, retain_graph=True)[0], gradient)
+            close(gradient_of(estimate), gradient)
     # the documented trap
-    close(expected_gradient("k1"), torch.zeros_like(gradient))
-    close(expected_gradient("k3"), forward_gradient)
-    assert not torch.allclose(expected_gradient("k3"), gradient, rtol=1e-6, atol=0)
-
-
-# ---- masks ---------------------------------------------------------------------------------------
+    close(gradient_of(expected("k1")), torch.zeros_like(gradient))
+    close(gradient_of(expected("k3")), gradient_of(forward))
+    assert not torch.allclose(gradient_of(forward), gradient, rtol=1e-6, atol=0)
 
 
 @for_all(60, seed=seeds, rows=st.integers(0, 6), width=st.integers(0, 5), drops=st.integers(0, 4))

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from lib.data import RLHFDataset, collate_fn, load_dataset_class, load_split, ma
 from lib.data.chat_template import check_template_kwargs
 from lib.data.rows import OF_VERL
 from lib.model import load_tokenizer
-from tests.common import ROOT, TOY_MODEL
+from tests.common import TOY_MODEL
 
 # One token a character: "<user: hi><assistant: " has 6 + 3 + 12 tokens, and thinking adds "!".
 TEMPLATE = (
@@ -66,16 +64,12 @@ def write_parquet(path, rows):
     return path
 
 
+def dataset_of(folder, rows, tokenizer, **kwargs):
+    return RLHFDataset(write_jsonl(folder / "a.jsonl", rows), tokenizer, **{"max_prompt_length": 99} | kwargs)
+
+
 def texts(dataset):
     return [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))]
-
-
-@pytest.mark.slow
-def test_rows_of_json_do_without_the_import_of_datasets(tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", [make_row("a")])
-    code = f"import sys, lib.data.rows; print(len(lib.data.rows.read_rows({str(path)!r})), 'datasets' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["1", "False"]
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +82,9 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-# ---- items ----
-
-
 def test_item(tmp_path, tokenizer):
     row = make_row("hi", 7, tools_kwargs={"calc": {"digits": 3}}, interaction_kwargs={"name": "x"})
-    dataset = RLHFDataset(str(write_jsonl(tmp_path / "a.jsonl", [row])), tokenizer, max_prompt_length=30)
+    dataset = dataset_of(tmp_path, [row], tokenizer, max_prompt_length=30)
     item = dataset[0]
     prompt = "<user: hi><assistant: "
     assert item["raw_prompt_ids"] == [tokenizer.convert_tokens_to_ids(c) for c in prompt]
@@ -112,37 +103,27 @@ def test_item(tmp_path, tokenizer):
 def test_template_options(tmp_path, tokenizer):
     row = make_row("hi")
     row["question"] = row.pop("prompt")
-    file = write_jsonl(tmp_path / "a.jsonl", [row])
-    dataset = RLHFDataset(
-        file,
-        tokenizer,
-        max_prompt_length=30,
-        columns={"prompt": "question"},
-        chat_template_kwargs={"add_generation_prompt": False, "enable_thinking": True},
-    )
+    kwargs = {"add_generation_prompt": False, "enable_thinking": True}
+    dataset = dataset_of(tmp_path, [row], tokenizer, columns={"prompt": "question"}, chat_template_kwargs=kwargs)
     assert tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "<user: hi>!"
 
 
 def test_no_pad_token_pads_with_eos(tmp_path):
-    tokenizer = make_tokenizer(eos_token="[eos]")
-    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", [make_row("hi")]), tokenizer, max_prompt_length=23)
+    dataset = dataset_of(tmp_path, [make_row("hi")], make_tokenizer(eos_token="[eos]"), max_prompt_length=23)
     assert dataset[0]["input_ids"][0] == 1 and dataset[0]["attention_mask"][0] == 0
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "memory", "saved", "numpy", "column lists"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "numpy", "column lists"])
 def test_every_kind_of_source_gives_the_same_items(tmp_path, tokenizer, kind):
     rows = [make_row("a", 0, tools_kwargs={"calc": {"n": 1}}), make_row("b", 1, tools_kwargs={"search": {"k": "v"}})]
+    source = tmp_path / f"a.{kind}"
     if kind == "jsonl":
-        source = write_jsonl(tmp_path / "a.jsonl", rows)
+        write_jsonl(source, rows)
     elif kind == "json":
-        source = tmp_path / "a.json"
         source.write_text(json.dumps(rows, indent=1))
     elif kind == "parquet":
-        source = write_parquet(tmp_path / "a.parquet", rows)
-    elif kind == "memory":
-        source = datasets.Dataset.from_list(rows)
+        write_parquet(source, rows)
     elif kind == "saved":
-        source = tmp_path / "saved"
         datasets.Dataset.from_list(rows).save_to_disk(source)
     elif kind == "numpy":
         source = datasets.Dataset.from_list(rows).with_format("numpy")
@@ -189,8 +170,6 @@ def test_the_first_kept_row_without_a_ground_truth_is_named(tmp_path, tokenizer,
     assert dataset.without_ground_truth == f"{tmp_path / 'c.jsonl'} row 1"
 
 
-# ---- tools ----
-
 SHOWS_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + TEMPLATE
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "find", "a" * 20)]
 OF_TOOLS = {"row_template": partial(template_of_row, TOOLS)}
@@ -231,25 +210,8 @@ def test_a_row_shows_the_tools_that_it_names(tmp_path, write, num_proc):
 )
 def test_what_names_no_tools_is_one_line(tmp_path, info, words):
     file = write_jsonl(tmp_path / "a.jsonl", [make_row("q"), make_row("q", 7, **info)])
-    with pytest.raises(InputError) as caught:
-        RLHFDataset(str(file), make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, **OF_TOOLS)
-    message = str(caught.value)
-    assert message.startswith(f"{file} row 1 (index 7): ") and re.search(words, message)
-    assert "\n" not in message and len(message) < 400
-
-
-# ---- too long ----
-
-
-@pytest.mark.parametrize("num_proc", [None, 2])
-def test_overlong_prompts_are_dropped_and_counted(tmp_path, tokenizer, num_proc, capfd):
-    rows = [make_row("x" * n, n) for n in (1, 9, 2, 8, 7, 3)]
-    files = [write_jsonl(tmp_path / "a.jsonl", rows[:3]), write_parquet(tmp_path / "b.parquet", rows[3:])]
-    capfd.readouterr()
-    dataset = RLHFDataset(files, tokenizer, max_prompt_length=27, num_proc=num_proc)  # 20 of the template + 7
-    assert [item["index"] for item in map(dataset.__getitem__, range(len(dataset)))] == [1, 2, 7, 3]
-    assert dataset.dropped == {"prompt_too_long": 2}
-    assert capfd.readouterr() == ("", "")
+    message = error_of(file, make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, **OF_TOOLS)
+    assert message.startswith(f"{file} row 1 (index 7): ") and re.search(words, message) and len(message) < 400
 
 
 @pytest.mark.parametrize(
@@ -257,17 +219,12 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path, tokenizer, num_proc,
     [("left", "><assistant: "), ("right", "<user: abcdef"), ("middle", "<user:stant: ")],
 )
 def test_truncation(tmp_path, tokenizer, truncation, kept):
-    file = write_jsonl(tmp_path / "a.jsonl", [make_row("abcdefgh"), make_row("")])
-    dataset = RLHFDataset(
-        file, tokenizer, max_prompt_length=len(kept), truncation=truncation, filter_overlong_prompts=False
-    )
+    cut = {"max_prompt_length": len(kept), "truncation": truncation, "filter_overlong_prompts": False}
+    dataset = dataset_of(tmp_path, [make_row("abcdefgh"), make_row("")], tokenizer, **cut)
     item = dataset[0]
     assert tokenizer.decode(item["raw_prompt_ids"]) == kept
     assert item["input_ids"].tolist() == item["raw_prompt_ids"] and item["attention_mask"].all()
     assert len(dataset) == 2 and dataset.dropped == {"prompt_too_long": 0} and dataset.truncated == 2
-
-
-# ---- a part of the rows ----
 
 
 @pytest.mark.parametrize("num_proc", [None, 2])
@@ -292,10 +249,9 @@ def test_rows_are_drawn_from_all_files_and_keep_their_numbers(tmp_path, tokenize
 
 
 def test_an_error_in_a_part_of_the_rows_names_the_row_of_the_file(tmp_path, tokenizer):
-    good = RLHFDataset(
-        write_jsonl(tmp_path / "a.jsonl", [make_row("x")] * 50), tokenizer, max_prompt_length=30, max_samples=4
-    )
-    one, *_, other = good.kept.tolist()
+    part = {"max_prompt_length": 30, "max_samples": 4}
+    good = dataset_of(tmp_path, [make_row("x")] * 50, tokenizer, **part)
+    other = good.kept[-1]
     out = next(i for i in range(50) if i not in good.kept)
     for change, message in (
         ({"data_source": 3}, "'data_source' is 3"),
@@ -303,16 +259,10 @@ def test_an_error_in_a_part_of_the_rows_names_the_row_of_the_file(tmp_path, toke
     ):
         rows = [make_row("x") for _ in range(50)]
         rows[out] |= change
-        file = write_jsonl(tmp_path / "b.jsonl", rows)
-        kwargs = {"max_prompt_length": 30, "max_samples": 4, "filter_overlong_prompts": False}
-        assert len(RLHFDataset(file, tokenizer, **kwargs)) == 4
+        assert len(dataset_of(tmp_path, rows, tokenizer, **part, filter_overlong_prompts=False)) == 4
         rows[other] |= change
-        assert f"b.jsonl row {other}: {message}" in error_of(write_jsonl(file, rows), tokenizer, **kwargs)
-    rows = [make_row("x") for _ in range(50)]
-    rows[out]["reward_model"] = rows[other]["reward_model"] = {}
-    rows[one]["prompt"] = "long" * 9
-    part = RLHFDataset(write_jsonl(tmp_path / "c.jsonl", rows), tokenizer, max_prompt_length=30, max_samples=4)
-    assert part.without_ground_truth == f"{tmp_path / 'c.jsonl'} row {other}" and part.dropped["prompt_too_long"] == 1
+        file = write_jsonl(tmp_path / "b.jsonl", rows)
+        assert f"b.jsonl row {other}: {message}" in error_of(file, tokenizer, **part, filter_overlong_prompts=False)
 
 
 # ---- errors: one line, with the place and the remedy ----
@@ -358,18 +308,8 @@ def test_error_files(tmp_path, tokenizer, monkeypatch):
     assert "list.jsonl line 2: a list" in message(tmp_path / "list.jsonl")
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     assert "latin.jsonl: not UTF-8" in message(tmp_path / "latin.jsonl")
-
-
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_error_columns(tmp_path, tokenizer, write):
-    row = make_row("a")
-    row["question"] = row.pop("prompt")
-    file = write(tmp_path / f"a.{write.__name__[6:]}", [row])
-    message = error_of(file, tokenizer, max_prompt_length=30)
-    assert str(file) in message and "no column 'prompt'" in message
-    assert "data_source" in message and "question" in message
-    columns = {"prompt": "question", "answer": "answer"}
-    assert "no column 'answer'" in error_of(file, tokenizer, max_prompt_length=30, columns=columns)
+    other = write_jsonl(tmp_path / "other.jsonl", [{"question": "1+1"}])
+    assert "other.jsonl row 0: no column 'prompt'; it has question" in message(other)
 
 
 @pytest.mark.parametrize("prompt", [[], [{"content": "no role"}], ["text"], None, {"role": "user"}])
@@ -380,9 +320,7 @@ def test_error_prompt_is_no_list_of_messages(tmp_path, tokenizer, prompt):
     assert message == error_of(file, tokenizer, max_prompt_length=30, num_proc=2)
 
 
-def test_error_rows(tmp_path, tokenizer):
-    file = write_jsonl(tmp_path / "a.jsonl", [{**make_row("b"), "reward_model": "42"}])
-    assert "a.jsonl row 0: 'reward_model' is '42'" in error_of(file, tokenizer, max_prompt_length=30)
+def test_messages_that_the_template_refuses_are_named(tmp_path, tokenizer):
     refused = {**make_row("b"), "prompt": [{"role": "tool", "content": "x"}]}
     message = error_of(write_jsonl(tmp_path / "b.jsonl", [refused]), tokenizer, max_prompt_length=30)
     assert "b.jsonl row 0: the chat template refuses" in message and "no tools" in message
@@ -393,10 +331,6 @@ BAD_ROWS = {  # what a row of make_row("b") is changed to, and what is said of i
     "reward model text": ({"reward_model": "42"}, "'reward_model' is '42'; it must be a dict"),
     "extra info a list": ({"extra_info": [1]}, "'extra_info' is [1]; it must be a dict"),
     "no content": ({"prompt": [{"role": "user"}]}, "the content of message 0 is null; it must be text"),
-    "content null": (
-        {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]},
-        "the content of message 1 is null; it must be text",
-    ),
     "half a character": ({"prompt": [{"role": "user", "content": "a\ud800"}]}, r"'\ud800', half of a character"),
 }
 
@@ -460,9 +394,8 @@ def calling(call: dict) -> list[dict]:
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
 @pytest.mark.parametrize(
     ("arguments", "rendered"),
-    [('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), ('{"a": null}', '{"a": null}'), ("", "{}"),
-     (None, "{}"), ("null", "{}"), ("{}", "{}"), (' {"b": ["x"]} ', '{"b": ["x"]}')],
-)  # fmt: skip
+    [({"a": 1}, '{"a": 1}'), ('{"a": null}', '{"a": null}'), ("", "{}"), (None, "{}"), ("null", "{}")],
+)
 def test_a_call_s_arguments_may_be_json_text(tmp_path, write, arguments, rendered):
     plain = {"name": "f", "arguments": arguments}
     for form in (plain, {"type": "function", "id": None, "function": plain}):
@@ -471,16 +404,12 @@ def test_a_call_s_arguments_may_be_json_text(tmp_path, write, arguments, rendere
         assert make_tokenizer().decode(dataset[0]["raw_prompt_ids"]) == "a" + rendered
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "3", '"{}"', [1], 3, "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["{", "[1]", '"{}"', 3, "[" * 100_000])
 def test_a_call_s_arguments_are_an_object_or_one_line(tmp_path, arguments):
-    path = write_jsonl(
-        tmp_path / "a.jsonl",
-        [make_row("a"), make_row("b") | {"prompt": calling({"name": "f", "arguments": arguments})}],
-    )
-    with pytest.raises(InputError) as error:
-        RLHFDataset(path, make_tokenizer(CALLING), max_prompt_length=200)
-    assert "a.jsonl row 1: a tool call of message 1: its arguments must be an object" in str(error.value)
-    assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+    rows = [make_row("a"), make_row("b") | {"prompt": calling({"name": "f", "arguments": arguments})}]
+    message = error_of(write_jsonl(tmp_path / "a.jsonl", rows), make_tokenizer(CALLING), max_prompt_length=200)
+    assert "a.jsonl row 1: a tool call of message 1: its arguments must be an object" in message
+    assert len(message) < 300
 
 
 def test_nulls_of_json_stay_in_what_is_the_user_s(tmp_path, tokenizer):
@@ -493,7 +422,7 @@ def test_nulls_of_json_stay_in_what_is_the_user_s(tmp_path, tokenizer):
     for message in rows[0]["prompt"]:
         message["reasoning"] = None  # of the form, not of the user: templates ask whether a field is there
     rows[1] |= {"reward_model": None, "note": None}
-    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_length=200)
+    dataset = dataset_of(tmp_path, rows, tokenizer, max_prompt_length=200)
     first, second = dataset[0], dataset[1]
     assert first["extra_info"] == rows[0]["extra_info"] and first["tools_kwargs"] == kwargs
     assert first["reward_model"]["ground_truth"] == own
@@ -502,9 +431,7 @@ def test_nulls_of_json_stay_in_what_is_the_user_s(tmp_path, tokenizer):
     assert second["tools_kwargs"] == second["interaction_kwargs"] == {}
     assert dataset.without_ground_truth.endswith("row 1")
     flat = [{"question": "c", "data_source": "toy", "note": None, "more": {"n": None}}]
-    dataset = RLHFDataset(
-        write_jsonl(tmp_path / "b.jsonl", flat), tokenizer, max_prompt_length=99, columns={"prompt": "question"}
-    )
+    dataset = dataset_of(tmp_path, flat, tokenizer, columns={"prompt": "question"})
     assert dataset[0]["extra_info"] == {"note": None, "more": {"n": None}}
 
 
@@ -517,21 +444,9 @@ def test_a_prompt_without_a_template_has_what_begins_a_text_and_not_what_ends_on
     pieces = [("[eos]", 1), ("[pad]", 0)]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=form, special_tokens=pieces)
     rows = [make_row("hi"), make_row(tokenizer.decode(before) + "hi")]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    dataset = RLHFDataset(path, tokenizer, max_prompt_length=30, allow_special_tokens=True)
+    dataset = dataset_of(tmp_path, rows, tokenizer, allow_special_tokens=True)
     words = tokenizer("hi", add_special_tokens=False)["input_ids"]
     assert [dataset[i]["raw_prompt_ids"] for i in (0, 1)] == [before + words] * 2  # and not twice
-
-
-def test_unusual_rows_that_are_right(tmp_path, tokenizer):
-    """Large integers, half characters where no tokenizer looks, parts, and a call without content."""
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
-    row = make_row("b", index=10**400) | {"prompt": [*make_row("a")["prompt"], call, parts]}
-    row["reward_model"]["ground_truth"] = "\udfff"
-    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", [row]), tokenizer, max_prompt_length=200)
-    batch = collate_fn([dataset[0]])
-    assert batch["index"].tolist() == [10**400] and batch["raw_prompt"][0][1:] == [call, parts]
 
 
 def test_a_tokenizer_needs_a_token_to_pad_with(tmp_path):
@@ -542,8 +457,8 @@ def test_a_tokenizer_needs_a_token_to_pad_with(tmp_path):
 def test_load_split_of_a_local_copy(tmp_path):
     for config in ("main", "socratic"):
         (tmp_path / config).mkdir()
-        write_jsonl(tmp_path / config / "train-00000.jsonl", [{"config": config}])
-        write_jsonl(tmp_path / config / "train-00001.jsonl", [{"config": config}])
+        for n in range(2):
+            write_jsonl(tmp_path / config / f"train-0000{n}.jsonl", [{"config": config}])
     rows = load_split("any/name", "train", config="main", local_dir=tmp_path)
     assert list(rows) == [{"config": "main"}] * 2
     with pytest.raises(InputError, match=r"no test\*\.parquet"):
@@ -583,21 +498,18 @@ def test_load_dataset_class(tmp_path, tokenizer):
 
 def test_a_batch_is_as_wide_as_its_longest_prompt(tmp_path, tokenizer):
     rows = [make_row("x" * n) for n in (1, 7, 4)]
-    dataset = RLHFDataset(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_length=100)
+    dataset = dataset_of(tmp_path, rows, tokenizer)
     items = [dataset[i] for i in range(3)]
     batch = collate_fn(items)
     for key in ("input_ids", "attention_mask", "position_ids"):
         assert torch.equal(batch[key], torch.stack([item[key][-27:] for item in items])), key  # 20 of the template + 7
-    assert [row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"])] == [
-        *batch["raw_prompt_ids"]
-    ]
+    rows = zip(batch["input_ids"], batch["attention_mask"])
+    assert [row[mask.bool()].tolist() for row, mask in rows] == [*batch["raw_prompt_ids"]]
 
 
 def test_collate_never_makes_2d_object_arrays():
-    items = [
-        {"t": torch.tensor([i, i]), "ids": [i, i], "d": {"a": 1}, "s": "x", "n": i, "a": np.arange(2)} for i in (0, 1)
-    ]
-    batch = collate_fn(items)
+    of_both = {"d": {"a": 1}, "s": "x", "a": np.arange(2)}
+    batch = collate_fn([{"t": torch.tensor([i, i]), "ids": [i, i], "n": i} | of_both for i in (0, 1)])
     assert torch.equal(batch["t"], torch.tensor([[0, 0], [1, 1]]))
     for key in ("ids", "d", "s", "n", "a"):
         assert batch[key].shape == (2,) and batch[key].dtype == object, key
@@ -620,30 +532,18 @@ def draw(loader, steps):
     return [next(batches)["row"].tolist() for _ in range(steps)]
 
 
-sizes = {
-    "n": st.integers(1, 40),
-    "per_rank": st.integers(1, 6),
-    "world": st.integers(1, 4),
-    "seed": st.integers(0, 2**40),
-    "shuffle": st.booleans(),
-}
+sizes = {"n": st.integers(1, 40), "per_rank": st.integers(1, 6), "world": st.integers(1, 4)}
+sizes |= {"seed": st.integers(0, 2**40), "shuffle": st.booleans()}
 
 
 @settings(max_examples=60)
-@given(**sizes, steps=st.integers(1, 12))
-def test_stream_is_whole_and_the_same_for_any_world_size(n, per_rank, world, seed, shuffle, steps):
-    per_step = per_rank * world
-    args = {"seed": seed, "shuffle": shuffle}
-    alone = draw(make_loader(Rows(n), per_step, rank=0, world_size=1, **args), steps)
-    ranks = [draw(make_loader(Rows(n), per_step, rank=r, world_size=world, **args), steps) for r in range(world)]
-    for step in range(steps):
-        together = [ranks[k % world][step][k // world] for k in range(per_step)]
-        assert together == alone[step]
-    stream = [row for step in alone for row in step]
+@given(sizes["n"], st.integers(1, 24), sizes["seed"], sizes["shuffle"], st.integers(1, 12))
+def test_each_epoch_of_the_stream_has_each_row_once(n, per_step, seed, shuffle, steps):
+    loader = make_loader(Rows(n), per_step, rank=0, world_size=1, seed=seed, shuffle=shuffle)
+    stream = [row for step in draw(loader, steps) for row in step]
     for start in range(0, len(stream), n):
         epoch = stream[start : start + n]
-        assert len(set(epoch)) == len(epoch)
-        assert len(epoch) < n or set(epoch) == set(range(n))
+        assert len(set(epoch)) == len(epoch) and max(epoch) < n
         assert shuffle or epoch == list(range(n))[: len(epoch)]
 
 
@@ -658,30 +558,23 @@ def test_resume_anywhere_and_on_another_world_size(n, per_rank, world, seed, shu
     draw(loader, before)
     assert loader.position == before * per_step
     state = json.loads(json.dumps(loader.state_dict()))
-    rest = []
-    for rank in range(world):
-        resumed = make_loader(Rows(n), per_step, rank=rank, world_size=world, **args)
-        resumed.load_state_dict(state)
-        rest.append(draw(resumed, after))
-    assert [[rest[k % world][s][k // world] for k in range(per_step)] for s in range(after)] == whole[before:]
-    alone = make_loader(Rows(n), per_step, rank=0, world_size=1, **args)
-    alone.load_state_dict(state)
-    assert draw(alone, after) == whole[before:]
+    for size in (world, 1):
+        rest = []
+        for rank in range(size):
+            resumed = make_loader(Rows(n), per_step, rank=rank, world_size=size, **args)
+            resumed.load_state_dict(state)
+            rest.append(draw(resumed, after))
+        assert [[rest[k % size][s][k // size] for k in range(per_step)] for s in range(after)] == whole[before:]
 
 
 def test_shuffle_depends_on_seed_and_epoch():
-    def epochs(seed):
-        return draw(make_loader(Rows(50), 50, rank=0, world_size=1, seed=seed), 3)
-
-    orders = [*epochs(0), *epochs(1)]
-    assert len({tuple(order) for order in orders}) == 6
-    assert epochs(1) == orders[3:]
+    epochs = [draw(make_loader(Rows(50), 50, rank=0, world_size=1, seed=seed), 3) for seed in (0, 1, 1)]
+    assert len({tuple(order) for of_seed in epochs for order in of_seed}) == 6 and epochs[1] == epochs[2]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_real_loader_mid_epoch_and_across_its_end(tmp_path, tokenizer, num_workers):
-    rows = [make_row(f"{i}", i) for i in range(10)]
-    dataset = RLHFDataset(write_parquet(tmp_path / "a.parquet", rows), tokenizer, max_prompt_length=30)
+def test_a_loader_goes_on_where_another_or_itself_was_left_whatever_was_prefetched(tmp_path, tokenizer, num_workers):
+    dataset = dataset_of(tmp_path, [make_row(f"{i}", i) for i in range(10)], tokenizer)
 
     def loader(workers=num_workers):
         return make_loader(dataset, 4, rank=1, world_size=2, seed=3, num_workers=workers)
@@ -689,22 +582,15 @@ def test_real_loader_mid_epoch_and_across_its_end(tmp_path, tokenizer, num_worke
     def indices(batches, steps):
         return [next(batches)["index"].tolist() for _ in range(steps)]
 
-    whole = indices(iter(loader(0)), 8)
-    first = loader()
+    whole, first = indices(iter(loader(0)), 8), loader()
     batches = iter(first)
-    batch = next(batches)
-    assert batch["input_ids"].shape == (2, 21) and batch["raw_prompt"].shape == (2,)
-    for done in range(1, 7):  # the epochs end within steps 3 and at 5
-        state = first.state_dict()
-        assert state == {"position": 4 * done, "num_rows": 10, "seed": 3, "shuffle": True}
-        if done in (2, 3, 5):
-            again = loader()
-            again.load_state_dict(state)
-            assert again.state_dict() == state
-            assert indices(iter(again), 2) == whole[done : done + 2]
-        assert indices(batches, 1) == whole[done : done + 1]
-    # a new iterator of the same loader goes on where the last was left, whatever was prefetched
-    assert indices(iter(first), 1) == whole[7:8]
+    for done in (2, 3, 5):  # the epochs end within steps 3 and at 5
+        indices(batches, done - first.position // 4)
+        assert first.state_dict() == {"position": 4 * done, "num_rows": 10, "seed": 3, "shuffle": True}
+        again = loader()
+        again.load_state_dict(first.state_dict())
+        assert indices(iter(again), 2) == whole[done : done + 2]
+    assert indices(iter(first), 1) == whole[5:6]
 
 
 def test_loader_leaves_the_global_random_state_alone():

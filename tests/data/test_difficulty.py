@@ -23,9 +23,8 @@ def loader(n: int, per_step: int, sampling: str, share: float = 0.1, **more):
 
 
 def record(prompts, scores: dict[int, list[float]]) -> None:
-    prompts.record_scores(
-        [row for row, own in scores.items() for _ in own], [[score] for own in scores.values() for score in own]
-    )
+    each = [(row, [score]) for row, own in scores.items() for score in own]
+    prompts.record_scores([row for row, _ in each], [score for _, score in each])
 
 
 def scores_of(row: int) -> list[float]:
@@ -60,13 +59,7 @@ def test_two_ranks_take_what_one_takes():
 
 @alone
 @EXAMPLES
-@given(
-    n=st.integers(2, 20),
-    per_step=st.integers(1, 8),
-    steps=st.integers(1, 10),
-    uninformative=st.sets(st.integers(0, 19)),
-    skip_after=st.integers(1, 3),
-)
+@given(st.integers(2, 20), st.integers(1, 8), st.integers(1, 10), st.sets(st.integers(0, 19)), st.integers(1, 3))
 def test_skip_leaves_uninformative_rows_out_of_the_stream_and_no_others(n, per_step, steps, uninformative, skip_after):
     """Against a walk over the whole stream. After an epoch of skips a step takes rows as they come, and so ends."""
     prompts = loader(n, per_step, "skip", share=1e-12, skip_after=skip_after)
@@ -132,9 +125,8 @@ def test_several_scores_are_compared_one_by_one():
 def test_scores_that_differ_by_rounding_or_are_missing_are_equal():
     difficulty = loader(6, 2, "skip").batch_sampler.difficulty
     nan = float("nan")
-    difficulty.record_scores(
-        [0, 0, 1, 1, 2, 2, 3, 3], [[0.1 + 0.2], [0.3], [0.3], [0.31], [1, nan], [1, 2], [1, 0], [nan, 1]]
-    )
+    scores = [[0.1 + 0.2], [0.3], [0.3], [0.31], [1, nan], [1, 2], [1, 0], [nan, 1]]
+    difficulty.record_scores([0, 0, 1, 1, 2, 2, 3, 3], scores)
     assert difficulty.alike[:4].tolist() == [1, 0, 1, 0]
     assert difficulty.variance[:4] == pytest.approx([0, 2.5e-5, 0, 0.25], abs=1e-12)
 

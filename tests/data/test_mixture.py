@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +21,6 @@ WEIGHTS = st.lists(st.floats(0.01, 1), min_size=1, max_size=5)
 
 
 class Rows:
-    """A data set whose items are their numbers."""
-
     def __init__(self, *sizes):
         self.source_sizes = [*sizes]
 
@@ -33,7 +32,6 @@ class Rows:
 
 
 def handed_out(loader, steps):
-    """The rows of each step."""
     return [batch["row"].tolist() for batch, _ in zip(loader, range(steps))]
 
 
@@ -70,40 +68,27 @@ def test_without_weights_the_stream_is_that_of_one_data_set():
     assert first == np.random.default_rng([3, 0]).permutation(16).tolist()
 
 
-@pytest.mark.parametrize(
-    ("sampling", "world_size"),  # by scores on several ranks: tests/data/test_difficulty.py
-    [("uniform", 1), ("uniform", 2), ("uniform", 4), ("skip", 1), ("variance", 1)],
-)
-def test_ranks_and_resumes_see_the_same_stream(sampling, world_size, world):
-    """Also of prompts by difficulty, within a source: the source's share stays."""
-    rows, weights = Rows(30, 6), (0.75, 0.25)
+@pytest.mark.parametrize("sampling", ["uniform", "skip", "variance"])
+def test_a_resume_sees_the_same_stream(sampling, world):
+    """Also of prompts by difficulty, within a source: the source's share stays. On two ranks: test_difficulty.py."""
+    rows = Rows(30, 6)
 
-    def scored(loaders, steps):
+    def loader():
+        return loader_of(rows, (0.75, 0.25), sampling=sampling, skip_after=1)
+
+    def scored(loader, steps):
         """What is handed out; the rows of one half of each source always score alike."""
         taken = []
-        for batches in zip(*loaders):
-            taken.append([None] * 8)
-            for rank, batch in enumerate(batches):
-                own = batch["row"].tolist()
-                taken[-1][rank :: len(loaders)] = own
-                if sampling != "uniform":
-                    twice = [i for i in own for _ in range(2)]
-                    scores = [[float(n % 2 and i % 2)] for n, i in enumerate(twice)]
-                    loaders[rank].record_scores(twice, scores)
-            if len(taken) == steps:
-                return taken
-        raise AssertionError
+        for _, batch in zip(range(steps), loader):
+            taken.append(batch["row"].tolist())
+            twice = [i for i in taken[-1] for _ in range(2)]
+            loader.record_scores(twice, [[float(n % 2 and i % 2)] for n, i in enumerate(twice)])
+        return taken
 
-    whole = scored([loader_of(rows, weights, sampling=sampling, skip_after=1)], 12)
-    ranks = [
-        loader_of(rows, weights, rank=r, world_size=world_size, sampling=sampling, skip_after=1)
-        for r in range(world_size)
-    ]
-    begun = scored(ranks, 5)
-    state = ranks[0].state_dict()
-    resumed = loader_of(rows, weights, sampling=sampling, skip_after=1)
-    resumed.load_state_dict(state)
-    assert begun + scored([resumed], 7) == whole
+    whole, begun, resumed = scored(loader(), 12), loader(), loader()
+    first = scored(begun, 5)
+    resumed.load_state_dict(begun.state_dict())
+    assert first + scored(resumed, 7) == whole
     counts = Counter(source_of(rows, i) for step in whole for i in step)
     assert abs(counts[1] - 24) < 4
 
@@ -127,15 +112,12 @@ def test_sources_of_a_data_set_are_those_of_its_kept_rows(tmp_path):
 
 @pytest.mark.parametrize("flags", [["0.5"], ["0.5", "0"], ["nan", "1"], ["0.5", "0.2", "0.3"], ["-1", "1"]])
 def test_weights_are_one_positive_number_a_file(flags):
+    files = ["--train-files", "data/toy/train.jsonl", "data/toy/val.jsonl"]
     with pytest.raises(InputError, match="--train-weights"):
-        parse_flags(
-            grpo.Args, ["--train-files", "data/toy/train.jsonl", "data/toy/val.jsonl", "--train-weights", *flags]
-        )
+        parse_flags(grpo.Args, [*files, "--train-weights", *flags])
 
 
 def test_metrics_are_also_by_data_source():
-    import torch
-
     uids = np.array(["a", "a", "b", "b", "c", "c"], dtype=object)
     sources = np.array(["x", "x", "y", "y", "y", "y"], dtype=object)
     mask = torch.ones(6, 2, dtype=torch.long)
@@ -145,14 +127,9 @@ def test_metrics_are_also_by_data_source():
     batch = DataProto.from_dict(tensors, {"uid": uids, "data_source": sources})
     found = {name: value for name, value in reduce_metrics(data_metrics(batch)).items() if name.startswith("source/")}
     assert found == {
-        "source/x/rows": 2,
-        "source/x/reward": 0.5,
-        "source/x/response_length": 2,
-        "source/x/zero_variance": 0,
-        "source/y/rows": 4,
-        "source/y/reward": 0.75,
-        "source/y/response_length": 2,
-        "source/y/zero_variance": 0.5,
+        f"source/{source}/{name}": value
+        for source, values in {"x": (2, 0.5, 2, 0), "y": (4, 0.75, 2, 0.5)}.items()
+        for name, value in zip(("rows", "reward", "response_length", "zero_variance"), values)
     }
 
 

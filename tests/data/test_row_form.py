@@ -14,7 +14,7 @@ from lib.data.chat_template import set_chat_template
 from lib.data.rows import RowForm, template_fields
 from rewards.gsm8k import compute_score
 from tests.common import SMALL, TOY_MODEL, fork, parse_flags, ran, rollouts
-from tests.data.test_dataset import error_of, make_tokenizer, write_jsonl, write_parquet
+from tests.data.test_dataset import dataset_of, error_of, make_tokenizer, write_jsonl, write_parquet
 
 QUESTION = {"question": "1+1", "answer": "so #### 2", "level": 3}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -37,18 +37,13 @@ def test_questions_and_answers_need_no_script(write, tmp_path):
 
 
 def test_a_template_names_columns_and_a_system_prompt_goes_first(tmp_path):
-    file, tokenizer = write_jsonl(tmp_path / "sums.jsonl", [QUESTION]), make_tokenizer()
-    form = {
-        "columns": {"answer": "answer"},
-        "prompt_template": "Q{level}: {question} {{x}}",
-        "system_prompt": "Be brief.",
-    }
-    dataset = RLHFDataset(file, tokenizer, max_prompt_length=90, **form)
+    tokenizer, form = make_tokenizer(), {"prompt_template": "Q{level}: {question} {{x}}", "system_prompt": "Be brief."}
+    dataset = dataset_of(tmp_path, [QUESTION], tokenizer, columns={"answer": "answer"}, **form)
     assert text_of(dataset[0], tokenizer) == "<system: Be brief.><user: Q3: 1+1 {x}><assistant: "
-    of_messages = write_jsonl(tmp_path / "verl.jsonl", [{"prompt": MESSAGES}, {"prompt": MESSAGES[1:]}])
-    dataset = RLHFDataset(of_messages, tokenizer, max_prompt_length=90, system_prompt="Be brief.")
+    of_messages = [{"prompt": MESSAGES}, {"prompt": MESSAGES[1:]}]
+    dataset = dataset_of(tmp_path, of_messages, tokenizer, system_prompt="Be brief.")
     assert [row["raw_prompt"][0]["content"] for row in (dataset[0], dataset[1])] == ["s", "Be brief."]
-    dataset = RLHFDataset(of_messages, tokenizer, max_prompt_length=90, filter_overlong_prompts=False)
+    dataset = dataset_of(tmp_path, of_messages, tokenizer, filter_overlong_prompts=False)
     assert dataset[0]["raw_prompt"] == MESSAGES
 
 
@@ -56,28 +51,21 @@ def test_trls_rows_load_as_they_are(tmp_path):
     """`prompt` is text or messages, what scorers read are columns of any name."""
     tokenizer = make_tokenizer()
     for prompt in ("1+1", [{"role": "user", "content": "1+1"}]):
-        file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "solution": "2"}])
-        item = RLHFDataset(file, tokenizer, max_prompt_length=60)[0]
+        item = dataset_of(tmp_path, [{"prompt": prompt, "solution": "2"}], tokenizer)[0]
         assert text_of(item, tokenizer) == "<user: 1+1><assistant: " and item["extra_info"] == {"solution": "2"}
 
 
 def test_without_a_chat_template_the_prompt_is_its_text(tmp_path):
     """With the tokens that the tokenizer puts around a text."""
     tokenizer = make_tokenizer(template=None)
-    file = write_jsonl(tmp_path / "sums.jsonl", [QUESTION])
-    dataset = RLHFDataset(file, tokenizer, max_prompt_length=60, prompt_template="Question: {question}\nAnswer:")
+    dataset = dataset_of(tmp_path, [QUESTION], tokenizer, prompt_template="Question: {question}\nAnswer:")
     assert text_of(dataset[0], tokenizer) == "[eos]Question: 1+1Answer:"  # its vocabulary has no line break
-    one = write_jsonl(tmp_path / "one.jsonl", [{"prompt": MESSAGES[1:]}])
-    assert text_of(RLHFDataset(one, tokenizer, max_prompt_length=60)[0], tokenizer) == "[eos]u"
+    assert text_of(dataset_of(tmp_path, [{"prompt": MESSAGES[1:]}], tokenizer)[0], tokenizer) == "[eos]u"
     no_bos = AutoTokenizer.from_pretrained(TOY_MODEL)
     no_bos.chat_template = None
-    for text, reason in {
-        "": "the prompt is empty",
-        "\ud800": "the prompt has '\\\\ud800', half of a character",
-    }.items():
+    for text, reason in ("", "the prompt is empty"), ("\ud800", r"the prompt has '\ud800', half of a character"):
         bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "1+1"}, {"prompt": text}])
-        with pytest.raises(InputError, match=f"bad.jsonl row 1: {reason}"):
-            RLHFDataset(bad, no_bos, max_prompt_length=60)
+        assert f"bad.jsonl row 1: {reason}" in error_of(bad, no_bos, max_prompt_length=60)
     several = write_jsonl(tmp_path / "several.jsonl", [{"prompt": MESSAGES}])
     message = error_of(several, tokenizer, max_prompt_length=60)
     assert "several.jsonl row 0: a prompt of 2 messages needs a chat template" in message
@@ -87,13 +75,11 @@ def test_without_a_chat_template_the_prompt_is_its_text(tmp_path):
 def test_a_chat_template_comes_from_a_file_or_is_taken_away(tmp_path):
     tokenizer = make_tokenizer()
     before = tokenizer.chat_template
-    set_chat_template(tokenizer, "")
-    assert tokenizer.chat_template == before
-    set_chat_template(tokenizer, "none")
-    assert tokenizer.chat_template is None
-    (tmp_path / "chat.jinja").write_text("{% generation %}{{ messages[0].content }}{% endgeneration %}?")
-    set_chat_template(tokenizer, str(tmp_path / "chat.jinja"))
-    assert tokenizer.chat_template.endswith("?")
+    own = "{% generation %}{{ messages[0].content }}{% endgeneration %}?"
+    (tmp_path / "chat.jinja").write_text(own)
+    for path, template in ("", before), ("none", None), (str(tmp_path / "chat.jinja"), own):
+        set_chat_template(tokenizer, path)
+        assert tokenizer.chat_template == template
     (tmp_path / "bad.jinja").write_text("\n{% for %}")
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     (tmp_path / "empty.jinja").write_text(" \n")
@@ -110,12 +96,10 @@ ASKED += [{"role": "assistant", "content": "2"}, {"role": "user", "content": " 3
 @pytest.mark.parametrize(
     "body, incomplete",
     [
-        ("{{ m.text }}", None),
         ("{{ m.content[:2] }}", None),
         ("{% if m.role != 'user' %}{{ m.content }}{% endif %}", None),
         ("{% if loop.first %}{{ m.content }}{% endif %}", None),
         ("{# nothing #}<user>", None),
-        ("{{ m.content }}", 0),
         ("{{ m.content | trim | replace('+', ' ') | upper }}", 0),
         ("{% if m.content is string %}{{ m.content }}{% endif %}", 0),
         ("{% if loop.last %}{{ m.content }}{% endif %}", 2),
@@ -129,9 +113,8 @@ def test_a_chat_template_writes_the_question(body, incomplete, tmp_path):
     file = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": ASKED[-1:]}, {"prompt": ASKED}, {"prompt": ASKED[1:]}])
     if incomplete is None:
         message = error_of(file, tokenizer, max_prompt_length=99)
-        assert "rows.jsonl row 0: the chat template leaves out text of message 0, the question" in message or (
-            "loop.first" in body and "row 1: the chat template leaves out text of message 3" in message
-        )
+        place = "row 1: {} message 3" if "loop.first" in body else "row 0: {} message 0, the question"
+        assert place.format("the chat template leaves out text of") in message
     else:
         assert RLHFDataset(file, tokenizer, max_prompt_length=99).incomplete == incomplete
 
@@ -177,21 +160,6 @@ def test_a_line_break_can_be_typed():
     assert args.rollout.sampling().stop == ("\n", r"\n", "x")
 
 
-BAD_ROWS = {
-    "no such column": ({"prompt_template": "{task}"}, "no column 'task'"),
-    "a column of lists": ({"prompt_template": "{tags}"}, "needs text in column 'tags', which is a list"),
-    "an answer that is null": ({"columns": {"prompt": "question", "answer": "none"}}, "no answer in column 'none'"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_row_that_lacks_what_is_named_is_an_error_in_one_line(name, tmp_path):
-    form, reason = BAD_ROWS[name]
-    file = write_jsonl(tmp_path / "a.jsonl", [QUESTION | {"tags": ["x"], "none": None}])
-    message = error_of(file, make_tokenizer(), max_prompt_length=60, **form)
-    assert f"{file} row 0: " in message and reason in message
-
-
 RENAMED = {"prompt": "q", "answer": "a", "data_source": "source", "extra_info": "meta"}
 OTHER = {"q": "1+1", "a": "2", "source": "mine", "meta": {"index": 7}}
 
@@ -201,12 +169,8 @@ def test_columns_have_any_name_and_none_is_lost(write, tmp_path):
     """A column of the name that another one takes over is the scorer's, as without a column extra_info."""
     own = {"prompt": "not it", "answer": "3", "data_source": "other", "reward_model": {"ground_truth": "4"}}
     for more, index in ((own | {"extra_info": {"index": 8}, "level": 1}, 7), ({}, 7), (own, 7)):
-        rows = RLHFDataset(
-            write(tmp_path / f"a.{write.__name__[6:]}", [OTHER | more]),
-            make_tokenizer(),
-            max_prompt_length=60,
-            columns=RENAMED,
-        )
+        file = write(tmp_path / f"a.{write.__name__[6:]}", [OTHER | more])
+        rows = RLHFDataset(file, make_tokenizer(), max_prompt_length=60, columns=RENAMED)
         assert text_of(rows[0], rows.tokenizer) == "<user: 1+1><assistant: " and rows.data_sources == {"mine"}
         assert rows[0]["reward_model"] == {"ground_truth": "2"} and rows[0]["index"] == index
         kept = {name: value for name, value in more.items() if name in RENAMED}
@@ -221,28 +185,28 @@ def test_columns_have_any_name_and_none_is_lost(write, tmp_path):
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
 @pytest.mark.parametrize("name", ["prompt", "answer", "data_source", "extra_info", "images", "videos"])
 def test_a_column_that_no_row_has_is_named_with_those_that_are_there(name, write, tmp_path):
-    good = write(
-        tmp_path / f"a.{write.__name__[6:]}", [OTHER | {"absent": [] if name in ("images", "videos") else "x"}]
-    )
-    if name == "extra_info":
-        good = write(tmp_path / f"a.{write.__name__[6:]}", [OTHER | {"absent": {"index": 1}}])
+    column = {"images": [], "videos": [], "extra_info": {"index": 1}}.get(name, "x")
+    good = write(tmp_path / f"a.{write.__name__[6:]}", [OTHER | {"absent": column}])
     file = write(tmp_path / f"b.{write.__name__[6:]}", [OTHER])
     said = error_of([good, file], make_tokenizer(), max_prompt_length=60, columns={"prompt": "q"} | {name: "absent"})
     assert said.startswith(f"{file}") and said.endswith(": no column 'absent'; it has q, a, source, meta")
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "form", "said"),
     [
-        ({"source": None}, "'source' is null; it must be text"),
-        ({"meta": [1]}, "'meta' is [1]; it must be a dict"),
-        ({"q": 3}, "'q' is not text or a list of messages"),
-        ({"a": None}, "no answer in column 'a'"),
+        ({"source": None}, {}, "'source' is null; it must be text"),
+        ({"meta": [1]}, {}, "'meta' is [1]; it must be a dict"),
+        ({"q": 3}, {}, "'q' is not text or a list of messages"),
+        ({"a": None}, {}, "no answer in column 'a'"),
+        ({}, {"prompt_template": "{task}"}, "no column 'task'"),
+        ({"tags": ["x"]}, {"prompt_template": "{tags}"}, "needs text in column 'tags', which is a list"),
     ],
 )
-def test_an_error_of_a_row_names_the_column_as_the_row_does(change, said, tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [OTHER, OTHER | change])
-    assert f"{file} row 1: {said}" in error_of(file, make_tokenizer(), max_prompt_length=60, columns=RENAMED)
+def test_an_error_of_a_row_names_the_column_as_the_row_does(change, form, said, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [OTHER | change])
+    message = error_of(file, make_tokenizer(), max_prompt_length=60, columns=RENAMED, **form)
+    assert f"{file} row 0: " in message and said in message
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """batch_faults in lib/log/metrics.py. What it finds in runs with planted bugs: tests/mutants."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,9 +16,7 @@ def batch(advantages: list[list[float]], alive: list[bool]) -> DataProto:
     tensors = {"response_mask": ones, "loss_mask": valid, "valid_mask": valid, "prompts": torch.ones(B, 1).long()}
     tensors |= {"attention_mask": torch.ones(B, 3).long(), "position_ids": torch.arange(3).expand(B, 3)}
     tensors |= {"advantages": torch.tensor(advantages), "group": torch.arange(B) // 3}
-    return DataProto.from_dict(
-        tensors, {"uid": np.array([str(i // 3) for i in range(B)]), "finish_reason": np.array(["stop"] * B)}
-    )
+    return DataProto.from_dict(tensors, {"uid": [str(i // 3) for i in range(B)], "finish_reason": ["stop"] * B})
 
 
 @pytest.mark.parametrize(("second_turns", "found"), [(0.0, 1), (0.3, 0)])

@@ -39,57 +39,37 @@ from rewards.similarity import similarity
 
 ROOT = Path(__file__).parents[2]
 
-# ---- gsm8k ----
+LONG = "1234567890" * 4
 
 
 @pytest.mark.parametrize(
     ("response", "truth", "strict", "flexible"),
     [
         ("6 * 7 = 42\n#### 42", "42", "42", "42"),
-        ("#### 1,234,567", "1234567", "1234567", "1234567"),
-        ("#### -7", "-7", "-7", "-7"),
-        ("#### 007", "7", "7", "7"),
-        ("#### -0.0", "0", "0", "0"),
-        ("#### .5", "0.50", "0.5", "0.5"),
-        ("#### 1\nno, wait\n#### 2", "2", "2", "2"),
         ("#### 42\nI used 3 steps.", "42", "42", "3"),
         ("The answer is 42.", "42", None, "42"),
-        ("one of 3,4", "4", None, "4"),
         ("version v2-1", "1", None, "1"),
         ("", "0", None, None),
-        (
-            "#### 12345678901234567890123456789012345678901",
-            "12345678901234567890123456789012345678902",
-            *["12345678901234567890123456789012345678901"] * 2,
-        ),
+        (f"#### {LONG}1", f"{LONG}2", f"{LONG}1", f"{LONG}1"),
     ],
 )
 def test_gsm8k(response, truth, strict, flexible):
     for method, pred in (("strict", strict), ("flexible", flexible)):
         result = gsm8k.compute_score("openai/gsm8k", response, truth, method=method)
         assert result == {"score": float(pred == gsm8k.canonical(truth)), "pred": pred}, method
-
-
-def test_gsm8k_options():
-    assert gsm8k.compute_score("openai/gsm8k", "42", "42")["score"] == 0.0  # strict unless told otherwise
-    assert gsm8k.compute_score("openai/gsm8k", "#### 42", 42)["score"] == 1.0
     with pytest.raises(InputError, match="use strict or flexible"):
-        gsm8k.compute_score("openai/gsm8k", "#### 42", "42", method="loose")
+        gsm8k.compute_score("openai/gsm8k", response, truth, method="loose")
 
-
-# ---- math ----
 
 MATH = [  # response, truth, score, pred
     (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}", 1.0, r"\frac{1}{2}"),
     (r"so $\boxed{0.5}$", r"\frac12", 1.0, r"\frac12"),
-    (r"\boxed{1} or rather \boxed{2}", "2", 1.0, "2"),
     (r"\boxed{1} or rather \boxed{2}", "1", 0.0, "2"),
     (r"\boxed{[0,1)}", "[0,1]", 0.0, "[0, 1)"),
     (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1.0, r"\text{Evelyn}"),
     ("the answer is $7$.", "7", 1.0, "7"),
     (r"\boxed{3} and \boxed{unfinished", "3", 1.0, "3"),
     (r"\boxed{}", "3", 0.0, None),
-    ("no idea", "3", 0.0, None),
     ("", "3", 0.0, None),
 ]
 
@@ -121,16 +101,12 @@ def test_every_task_survives_json_and_is_scored_as_in_memory(task):
     for entry in itertools.islice(source, 2):
         text = json.dumps({"task": task, "task_kwargs": {}, "entry": gym_reward.dump_entry(entry)})
         assert gym_reward.load_entry(json.loads(text)["entry"]) == entry
-        answers = []
-        if task == "graph_color":
-            answers.append(json.dumps(entry["metadata"]["possible_answer"]))
-        elif task not in NO_ORACLE:
-            answers.append(entry["answer"])
-            assert gym_reward.compute_score("", f"<answer>{entry['answer']}</answer>", text)["score"] == 1.0
-        for answer in answers:
+        answer = json.dumps(entry["metadata"]["possible_answer"]) if task == "graph_color" else entry["answer"]
+        if answer is not None:
             scored = gym_reward.compute_score("", f"So <answer>\n{answer}\n</answer>", text)
             assert scored["score"] == source.score_answer(answer.strip(), entry)
             assert scored["pred"] == answer.strip() and scored["scorer_error"] == 0.0
+            assert scored["score"] == 1.0 or task == "graph_color"
         for wrong in ("certainly wrong", "", "[1, [", "-1", "{}", "?" * 50):
             scored = gym_reward.compute_score("", f"<answer>{wrong}</answer>", text)
             assert 0.0 <= scored["score"] < 1.0
@@ -153,10 +129,9 @@ def test_a_scorer_that_raises_is_counted():
 def test_task_kwargs_reach_the_scorer():
     entry, truth = truth_of("decimal_arithmetic")
     off = str(Decimal(entry["answer"]) + Decimal("0.05"))  # the tolerance is a unit of the last decimal
-    scores = []
-    for kwargs in ({}, {"min_num_decimal_places": 1, "max_num_decimal_places": 1}):
-        scores.append(gym_reward.compute_score("", off, json.dumps({**json.loads(truth), "task_kwargs": kwargs})))
-    assert [scored["score"] for scored in scores] == [0.0, 1.0]
+    for kwargs, score in ({}, 0.0), ({"min_num_decimal_places": 1, "max_num_decimal_places": 1}, 1.0):
+        truth = json.dumps(json.loads(truth) | {"task_kwargs": kwargs})
+        assert gym_reward.compute_score("", off, truth)["score"] == score
 
 
 # Scorers of reasoning-gym 0.1.25 that call eval(), or sympy's parse_expr, which is eval(), on the answer.
@@ -165,22 +140,12 @@ EVALUATED |= {"countdown", "puzzle24", "simple_integration", "intermediate_integ
 PAYLOADS = [
     "open('ran', 'w')",
     "ｏｐｅｎ('ran', 'w')",
-    "__import__('os').mkdir('ran')",
-    r"eval('\x6fpen(\'ran\')')",
-    "[open('ran', 'w')]",
-    "eval('op' 'en(\"ran\", \"w\")')",
     "(lambda: [c for c in ().__class__.__base__.__subclasses__()])()",
     "[*valid_solutions[0]]",
-    "valid_solutions[0]",
-    "list(oracle_answer)",
     "oracle_answer",
-    "entry['answer']",
     "self.config",
-    "target_poly",
-    "expected_result",
     "parse_expr(metadata['integrand'])",
     "f'{oracle_answer}'",
-    "[x for x in oracle_answer]",
 ]
 
 
@@ -227,11 +192,8 @@ def gym_truth(task, answer="", **metadata):
         ("(8 - 4) * 6 * 1", [1, 4, 6, 8], True),
         ("8 / (3 - 8 / 3)", [3, 3, 8, 8], True),
         ("4*6*1", [1, 4, 6, 8], False),
-        ("4 * 6 + 8 - 8", [1, 4, 6, 8], False),
         ("1 + 4 + 6 + 8 + 5", [1, 4, 6, 8], False),
         ("6 * 4 + 1 - 1", [1, 4, 6, 8], False),  # the same for every puzzle
-        ("24 + 0 * (1 + 4 + 6 + 8)", [1, 4, 6, 8], False),
-        ("24", [1, 4, 6, 8], False),
         ("24 + x1 - x1", [1, 4, 6, 8], False),
         ("(8 - 4) * 6 * 1 + 0.9", [1, 4, 6, 8], False),
         ("6 * 4 ** 1 + 0 * 8", [1, 4, 6, 8], False),
@@ -249,17 +211,13 @@ def test_puzzles_of_numbers_use_each_of_them_once(answer, numbers, right):
 
 INTEGRALS = [  # answer, of 6*x**2 + cos(x), right
     ("2*x**3 + sin(x)", True),
-    ("2*x**3 + sin(x) + C", True),
     ("2*x**3 + sin(x) - 5 + K", True),
     ("x*x*x*2 + sin(x)*1.0", True),
-    ("(4*x**3 + 2*sin(x))/2", True),
     ("2*X**3 + sin(X)", False),
     ("2*x**3", False),
     ("6*x**2 + cos(x)", False),
     ("Integral(6*x**2 + cos(x), x)", False),  # the question itself
     ("integrate(6*x**2 + cos(x), x)", False),
-    ("Integral(6*x**2 + cos(x))", False),
-    ("2*x**3 + sin(x) if x else 0", False),
     ("2*x**3 + sin(x), 1", False),
     ("2*x**3 + sin(x) + 9**9**9**9", False),
     ("", False),
@@ -303,22 +261,7 @@ def test_algebra_is_parsed_or_refused(text):
 PARTS = (sympy.Add, sympy.Mul, sympy.Pow, sympy.Number, sympy.Symbol, sympy.NumberSymbol, sympy.Function)
 PARTS += (type(sympy.zoo), type(sympy.I), sympy.AccumBounds, sympy.Order)  # what sympy makes of 1/0 and sqrt(-1)
 
-DEGENERATE = [
-    "nan",
-    "NaN",
-    "inf",
-    "-inf",
-    "1e999",
-    "nan + nani",
-    "inf - infi",
-    "",
-    "[]",
-    "[nan]",
-    "{}",
-    "''",
-    '""',
-    "%",
-]
+DEGENERATE = ["nan", "inf", "1e999", "nan + nani", "inf - infi", "", "[]", "[nan]", "{}", "''", "%"]
 
 
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))
@@ -335,23 +278,16 @@ def test_no_answer_is_right_for_every_question(task):
         assert answer not in DEGENERATE or max(scores, default=0.0) < 0.5, (answer, scores)
 
 
-# ---- similarity ----
-
-
 @pytest.mark.parametrize(
     ("response", "score", "pred"),
     [
-        ("nus", 1.0, "nus"),
         ("The text backward is:\n\n**nus**", 1.0, "nus"),
         ("<think>sun</think><answer> nus </answer> is my answer.", 1.0, "nus"),
-        ("<answer>sun</answer><answer>nus</answer>", 1.0, "nus"),
         ("sun", 1 / 3, "sun"),  # one of three letters matches in order
         ("nu", 0.8, "nu"),
         ("xyz", 0.0, "xyz"),
         ("", 0.0, None),
-        (" \n", 0.0, None),
         ("<answer></answer>", 0.0, None),
-        ("nus" + "!" * 100_000, 6 / 100_006, "nus" + "!" * 100_000),
         ("nus" * 100_000, 6 / 300_003, "nus" * 100_000),
     ],
 )
@@ -366,19 +302,7 @@ def test_similarity_is_1_for_the_truth_only(answer, truth):
     assert 0 <= similarity(answer, truth) <= 1 and (similarity(answer, truth) == 1) == (answer == truth)
 
 
-@pytest.mark.parametrize("truth", [None, "", ["nus", "sun"], {"answer": "nus"}])
-def test_a_truth_that_is_not_one_text_is_an_error(truth):
-    with pytest.raises(InputError, match="give one text"):
-        rewards.compute_score("reverse_text", "nus", truth)
-
-
 # ---- the scripts in data/ ----
-
-
-def run_script(name, *args, cwd):
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(cwd / "cache")}
-    script = ROOT / "data" / name
-    return subprocess.run([sys.executable, script, *map(str, args)], cwd=cwd, env=env, capture_output=True, text=True)
 
 
 def read(path):
@@ -410,7 +334,7 @@ def test_gsm8k_script(tmp_path, capsys):
     [made] = rows["test"]
     assert made["reward_model"]["ground_truth"] == "1234" and made["extra_info"]["split"] == "test"
     assert made["prompt"][0]["content"].startswith(row["question"]) and "####" in made["prompt"][0]["content"]
-    assert gsm8k.compute_score(made["data_source"], row["answer"], made["reward_model"]["ground_truth"])["score"] == 1.0
+    assert score(made, row["answer"]) == 1.0
 
 
 def test_math_script(tmp_path, capsys):
@@ -439,11 +363,7 @@ def test_reasoning_gym_script(tmp_path, monkeypatch):
     for row, entry in zip(rows, source):
         assert row["data_source"] == "reasoning_gym/chain_sum"
         assert row["prompt"][0]["content"].startswith(entry["question"])
-        truth = row["reward_model"]["ground_truth"]
-        assert (
-            gym_reward.compute_score(row["data_source"], f"<answer>{entry['answer']}</answer>", truth)["score"] == 1.0
-        )
-        assert gym_reward.compute_score(row["data_source"], "<answer>x</answer>", truth)["score"] == 0.0
+        assert [score(row, f"<answer>{answer}</answer>") for answer in (entry["answer"], "x")] == [1.0, 0.0]
 
 
 def test_reverse_text_script(tmp_path):
@@ -479,26 +399,23 @@ def test_alphabet_sort_script(tmp_path):
         key, names = re.match("Sort these names alphabetically by (first|last) name: (.+)\n", prompt).groups()
         assert first == sorted_by(key, names.split(", "))
         new = re.match("Add these names: (.+)\n", more)[1].split(", ")
-        assert [name for name in second if name.endswith(" // new name!")] == [
-            f"{name} // new name!" for name in sorted_by(key, new)
-        ]
+        marked = [name.removesuffix(" // new name!") for name in second if name.endswith(" // new name!")]
+        assert marked == sorted_by(key, new)
         assert [name.removesuffix(" // new name!") for name in second] == sorted_by(key, first + new)
     with pytest.raises(InputError, match="at most 26 names"):
         run(out=tmp_path, turns=7)
 
 
 LISTS = [["Ada Xu", "Bo Ito"], ["Ada Xu", "Al Kim // new name!", "Bo Ito"]]
+SECOND = "\n".join(LISTS[1])
 
 
 @pytest.mark.parametrize(
     ("written", "rewards_of_turns"),
     [
-        (
-            ["<answer>\nAda Xu\n Bo Ito \n</answer>", "So: <answer>Ada Xu\nAl Kim // new name!\nBo Ito</answer>"],
-            [0.5, 0.5],
-        ),
+        (["<answer>\nAda Xu\n Bo Ito \n</answer>", f"So: <answer>{SECOND}</answer>"], [0.5, 0.5]),
         (["<answer>Bo Ito\nAda Xu</answer>", ""], [0.5 * (12 / 26) ** 4, 0.0]),
-        ([None, "Ada Xu\nAl Kim // new name!\nBo Ito"], [0.0, 0.0]),  # not within <answer>
+        ([None, SECOND], [0.0, 0.0]),  # not within <answer>
         (["<answer>" * 10_000, "<answer></answer>" * 10_000], [0.0, 0.0]),
         (["<answer>" + "Ada Xu\nBo Ito\n" * 10_000 + "</answer>"], [0.0]),
     ],
@@ -562,15 +479,17 @@ def test_geometry3k_script(tmp_path):
         check_rows(files[split], len(numbers))
 
 
-def test_a_row_without_its_columns_is_named(tmp_path):
-    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": "#### 1"}, {"answer": "#### 1"}])
-    with pytest.raises(InputError, match=r"copy train row 1: no column 'question'; it has answer$"):
-        make("gsm8k", tmp_path)
-    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": None}])
-    with pytest.raises(InputError, match=r"copy train row 0: no column 'answer'; it has question$"):
-        make("gsm8k", tmp_path)
-    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": 5, "answer": "#### 1"}])
-    with pytest.raises(InputError, match=r"copy train row 0: its 'question' is '5', which is no str$"):
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answer": "#### 1"}, "no column 'question'; it has answer"),
+        ({"question": "q", "answer": None}, "no column 'answer'; it has question"),
+        ({"question": 5, "answer": "#### 1"}, "its 'question' is '5', which is no str"),
+    ],
+)
+def test_a_row_without_its_columns_is_named(tmp_path, row, message):
+    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": "#### 1"}, row])
+    with pytest.raises(InputError, match=f"copy train row 1: {message}$"):
         make("gsm8k", tmp_path)
 
 
@@ -728,7 +647,9 @@ def test_taco_script(tmp_path, capsys, programs_run):
 
 @pytest.mark.slow
 def test_a_failing_script_prints_one_line_and_exits_2(tmp_path):
-    done = run_script("gsm8k.py", "--out", "made", cwd=tmp_path)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, ROOT / "data/gsm8k.py", "--out", "made"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert "openai/gsm8k: not a file here, and split 'train' cannot be had from the hub" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -39,20 +39,15 @@ from tests.rewards.test_math import BRACKETS
 
 ROOT = Path(__file__).parents[2]
 
-# ---- which scorer ----
-
 
 @pytest.mark.parametrize(
     ("data_source", "module"),
     [
         ("openai/gsm8k", "gsm8k"),
         ("math_dapo/aime25", "math_dapo"),
-        ("EleutherAI/hendrycks_math/algebra", "math"),
         ("math_dapo", "math_dapo"),
-        ("aime2024", "math_dapo"),
         ("aime_2025", "math_dapo"),
         ("searchR1_hotpotqa", "search_qa"),
-        ("cais/mmlu", "multiple_choice"),
         ("cais/mmlu/anatomy", "multiple_choice"),
         ("reasoning_gym/gcd", "reasoning_gym"),
         ("math", None),  # verl's is math_dapo, but a row of this name is as likely MATH's
@@ -90,8 +85,7 @@ def test_every_row_of_the_table_scores_a_right_and_a_wrong_answer(data_source):
     name = data_source.replace("*", "2025")
     for own in (name, f"{name}/chain_sum"):  # also with a part after a slash
         right, wrong = (rewards.compute_score(own, response, case[0], {}) for response in case[1:])
-        verdicts = [found.get("acc", found["score"]) for found in (right, wrong)]
-        assert verdicts == [1, 0] and right["pred"] is not None
+        assert [found.get("acc", found["score"]) for found in (right, wrong)] == [1, 0] and right["pred"] is not None
 
 
 OF_MATH = {"math": {"math_verify", "sympy"}, "geometry3k": {"math_verify", "sympy"}}
@@ -150,9 +144,6 @@ def test_last_tagged_is_the_last_match(text):
     assert last_tagged(text) == (found[-1].strip() if found else None)
 
 
-# ---- numbers ----
-
-
 @given(st.from_regex(r"-?[0-9]{0,9}(\.[0-9]{0,9})?", fullmatch=True).filter(lambda text: re.search("[0-9]", text)))
 def test_canonical_numbers_are_equal_as_texts_where_they_are_equal_as_decimals(text):
     value, canonical = Decimal(text), gsm8k.canonical(text)
@@ -184,29 +175,18 @@ def test_what_the_sandbox_reads_arrives_as_it_was():
         for before, after in zip(parsed, pairs[-1][2], strict=True):
             assert before == after and type(before) is type(after), text
             assert [*map(str, getattr(before, "args", ()))] == [*map(str, getattr(after, "args", ()))], text
-    for truth in [r"\{1,2,3\}"]:
-        gold = parse(f"\\boxed{{{truth}}}")
-        for text, before, after in pairs:
-            if "9^9" not in text.replace("{", ""):
-                assert verify(gold, before) == verify(gold, after), (truth, text)
+    gold = parse(r"\boxed{\{1,2,3\}}")
+    for text, before, after in pairs:
+        if "9^9" not in text.replace("{", ""):
+            assert verify(gold, before) == verify(gold, after), text
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        ["Add", ["open('ran', 'w')"]],
-        ["Symbol", ["open('ran', 'w')"]],
-        ["own", "FiniteSet", ["open('ran', 'w')"]],
-        ["list", ["open('ran', 'w')"]],
-        ["rational", "open('ran', 'w')"],
-        ["sympify", []],
-        ["__builtins__", []],
-        ["own", "open", []],
-        [],
-        7,
-        None,
-    ],
-)
+CALL = "open('ran', 'w')"
+MADE_UP = [["Add", [CALL]], ["Symbol", [CALL]], ["own", "FiniteSet", [CALL]], ["list", [CALL]], ["rational", CALL]]
+MADE_UP += [["sympify", []], ["__builtins__", []], ["own", "open", []], [], 7, None]
+
+
+@pytest.mark.parametrize("data", MADE_UP)
 def test_what_the_sandbox_makes_up_is_data(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, TypeError, LookupError, AttributeError)):
@@ -239,25 +219,15 @@ def test_a_response_without_a_box_is_searched_at_its_end():
     assert math_reward.compute_score("", "The final answer is $7$." + " " * math_reward.TAIL, "7")["score"] == 0.0
 
 
-# ---- math_dapo ----
-
-
 @pytest.mark.parametrize(
     ("response", "truth", "pred"),
     [
-        ("Answer: 35", "34", "35"),
-        ("Answer: 3\nAnswer: 4", "3", "4"),
-        ("34", "34", None),
         (r"\boxed{34}", "34", None),  # strict_box_verify is for this
         ("Answer: 34" + " and more" * 40, "34", None),  # not in the last 300 characters
-        ("Answer: 1,2", "12", "1,2"),
-        ("Answer: (12)", "(1,2)", "(12)"),
         (r"Answer: (1,\ 2)", "(12)", "(1,2)"),
         ("Answer: the answer is 34", "34", "theansweris34"),
         ("Answer: ٣٤", "34", "٣٤"),
         ("Answer: $", "34", None),
-        ("Answer:", "34", None),
-        ("", "34", None),
     ],
 )
 def test_math_dapo_wrong(response, truth, pred):
@@ -272,16 +242,14 @@ def test_math_dapo_boxed():
     assert strict(r"\boxed{34}" + " and more" * 40, "34")["score"] == -1.0
 
 
-@given(
-    st.integers(-(10**20), 10**20), st.sampled_from(["{}", "{:,}", "${}$", "\\boxed{{{}}}", "{}.", "{}.0", "x = {}"])
-)
+SHAPES = ["{}", "{:,}", "${}$", "\\boxed{{{}}}", "{}.", "{}.0", "x = {}"]
+
+
+@given(st.integers(-(10**20), 10**20), st.sampled_from(SHAPES))
 def test_math_dapo_integers(number, shape):
     scored = math_dapo.compute_score("aime", f"Answer: {shape.format(number)}", str(number))
     assert scored == {"score": 1.0, "acc": 1.0, "pred": str(number)}
     assert math_dapo.compute_score("aime", f"Answer: {shape.format(number)}", str(number + 1))["score"] == -1.0
-
-
-# ---- countdown ----
 
 
 # fmt: off
@@ -299,10 +267,9 @@ RIGHT = EQUATED[:2]  # of others 2, 3, 4, 6 are not used once each, do not make 
 def test_countdown(answer):
     truth, score = {"target": 24, "numbers": [2, 3, 4, 6]}, 1.0 if answer in RIGHT else 0.1
     expected = {"score": score, "acc": float(score == 1.0), "pred": answer or None}
+    response = f"<think>hm</think> <answer> {answer} </answer>"
     for form_of in (truth, json.dumps(truth), {"target": np.int64(24), "numbers": np.array([6, 4, 3, 2])}):
-        assert (
-            countdown.compute_score("countdown", f"<think>hm</think> <answer> {answer} </answer>", form_of) == expected
-        )
+        assert countdown.compute_score("countdown", response, form_of) == expected
     assert countdown.compute_score("countdown", answer, truth) == {"score": 0.0, "acc": 0.0, "pred": None}
 
 
@@ -343,24 +310,15 @@ def test_countdown_takes_exactly_the_equations_that_reach_the_target_with_the_nu
     assert score({"target": target, "numbers": [numbers[0] + other, *numbers[1:]]})["acc"] == 0.0
 
 
-# ---- geometry3k ----
-
-
 @pytest.mark.parametrize(
     ("response", "truth", "acc", "form"),
     [
         (r"<think>45-45-90</think> \boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0, 1.0),
-        (r"<think>a</think> The area is \boxed{48 \text{ cm}^2}.", "48", 1.0, 1.0),
-        (r"<think>a</think> \boxed{x = 10.5}", "10.5", 1.0, 1.0),
-        (r"<think>a</think> \boxed{51^\circ}", "51", 1.0, 1.0),
         (r"<think>a</think> \boxed{50}", "51", 0.0, 1.0),
         (r"so \boxed{51}", "51", 1.0, 0.0),
         (r"Well, <think>a</think> \boxed{51}", "51", 1.0, 0.0),
         (r"a</think> \boxed{51}", "51", 1.0, 1.0),  # the prompt ends with <think>
-        (r"<think>it is \boxed{51}</think>", "51", 0.0, 0.0),
-        (r"<think>it is \boxed{51}", "51", 0.0, 0.0),
         (r"<think>a</think> \boxed{51", "51", 0.0, 0.0),
-        ("<think>a</think> The answer is 51", "51", 0.0, 0.0),
         (r"<think>a</think> \boxed{}", "51", 0.0, 1.0),
         ("", "51", 0.0, 0.0),
     ],
@@ -373,9 +331,6 @@ def test_geometry3k(response, truth, acc, form):
     assert geometry3k.compute_score("", response, truth, format_score=0.0)["score"] == acc
 
 
-# ---- multiple_choice ----
-
-
 NO_CHOICE = [
     *("\\boxed{Paris}", "\\boxed{a cat}", "\\boxed{A, B}", "\\boxed{A \\text{ and } B}", "\\boxed{B A}", "\\boxed{AB}"),
     *("<answer>A or B</answer>", "Answer: Paris, (C)", "Answer: A, B and C", "The answer is not B", "Answer: K"),
@@ -385,7 +340,6 @@ NO_CHOICE = [
 
 
 def test_what_names_no_choice_is_no_answer():
-    """test_answer_forms.py has what does."""
     for response, truth in product(NO_CHOICE, "ABCDI"):
         assert multiple_choice.compute_score("cais/mmlu", response, truth) == {"score": 0.0, "pred": None}, response
 
@@ -403,41 +357,18 @@ def test_two_letters_are_no_answer(first, second, shape, between):
         assert multiple_choice.extract_letter(shape.format(pair)) == ""
 
 
-def test_multiple_choice_truths():
-    assert multiple_choice.compute_score("", "Answer: B", "(b)")["score"] == 1.0
-    for truth in ("Paris", "AB", 1, ""):
-        with pytest.raises(InputError, match="give a letter A to J"):
-            multiple_choice.compute_score("cais/mmlu", "Answer: B", truth)
-
-
-# ---- search_qa ----
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth", "em", "f1"),
-    [
-        ("The Beatles!", "beatles", 1.0, 1.0),
-        ("  new\n york ", ["NYC", "New York"], 1.0, 1.0),
-        ("New York City", ["NYC", "New York"], 0.0, 0.8),
-        ("U.S.A.", {"target": ["USA"]}, 1.0, 1.0),
-        ("the an apple", {"target": "a apple"}, 1.0, 1.0),
-        ("14 December 1972", {"target": np.array(["December 14, 1972"], dtype=object)}, 0.0, 1.0),
-        ("Barack Obama", ["Obama", "Barack H. Obama"], 0.0, 0.8),
-        ("no no no", ["no"], 0.0, 0.5),
-        ("yes", ["no"], 0.0, 0.0),
-        ("an", ["the"], 0.0, 0.0),  # articles and nothing else
-        ("The The", ["the the"], 1.0, 1.0),
-        ("", ["the"], 0.0, 0.0),
-        ("Zürich", ["zürich"], 1.0, 1.0),
-        ("42", [42], 1.0, 1.0),
-    ],
-)
-def test_search_qa(answer, truth, em, f1):
-    response = f"<think>so</think><answer>wrong</answer> <answer>{answer}</answer>"
-    assert search_qa.compute_score("nq", response, truth)["score"] == em
-    assert search_qa.compute_score("nq", response, truth, metric="em")["score"] == em
-    assert search_qa.compute_score("nq", response, truth, metric="f1")["score"] == pytest.approx(f1)
-    assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": None}  # without the tags
+def test_search_qa():
+    """test_answer_forms.py has the metric em."""
+    for answer, truth, f1 in (
+        ("New York City", ["NYC", "New York"], 0.8),
+        ("14 December 1972", {"target": np.array(["December 14, 1972"], dtype=object)}, 1.0),
+        ("no no no", ["no"], 0.5),
+    ):
+        response = f"<answer>{answer}</answer>"
+        assert search_qa.compute_score("nq", response, truth, metric="f1")["score"] == pytest.approx(f1)
+        assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": None}  # without the tags
+    with pytest.raises(InputError, match="use em or f1"):
+        search_qa.compute_score("nq", "<answer>a</answer>", ["a"], metric="rouge")
 
 
 WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat", "Cat.", "?"]), max_size=6).map(" ".join)
@@ -460,41 +391,8 @@ def test_f1_is_that_of_the_words(ours, theirs):
     assert (search_qa.f1(a, b) == 1.0) == (Counter(a.split()) == Counter(b.split()) != Counter())
 
 
-def test_search_qa_errors():
-    with pytest.raises(InputError, match="use em or f1"):
-        search_qa.compute_score("nq", "<answer>a</answer>", ["a"], metric="rouge")
-    for truth in ([], [""], {"target": []}):
-        with pytest.raises(InputError, match="a row of nq has no answer"):
-            search_qa.compute_score("nq", "<answer>a</answer>", truth)
-
-
-# ---- format ----
-
-
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [
-        ("<think>a</think><answer>b</answer>", 1.0),
-        ("\n<think>\na\nb\n</think>\n\n<answer>b</answer>\n", 1.0),
-        ("<think>1 < 2 <b>\\boxed{</think><answer>b</answer>", 1.0),
-        ("<think>a</think>", 0.0),
-        ("<answer>b</answer><think>a</think>", 0.0),
-        ("<think>a<answer>b</answer></think>", 0.0),
-        ("So: <think>a</think><answer>b</answer>", 0.0),
-        ("<think>a</think><answer>b</answer> Right?", 0.0),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
-        ("<think><think>a</think><answer>b</answer>", 0.0),
-        ("<think></think><answer>b</answer>", 0.0),
-        ("<think>a</think><answer> \n</answer>", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_format_tags(response, score):
-    assert form.compute_score("any", response, None) == {"score": score}
-
-
 def test_format_options():
-    assert form.compute_score("", "<r>a</r>", None, tags=["r"])["score"] == 1.0
+    assert form.compute_score("", "<r>a</r>", None, tags=["r"]) == {"score": 1.0}
     assert form.compute_score("", "<r.>a</r.>", None, tags=["r."])["score"] == 1.0
     assert form.compute_score("", "<rx>a</rx>", None, tags=["r."])["score"] == 0.0
     assert form.compute_score("", "a\nAnswer: 5", None, pattern=r".*Answer: \d+")["score"] == 1.0
@@ -506,36 +404,22 @@ def test_format_options():
 # ---- hostile texts ----
 
 GYM_TASKS = ["chain_sum", "countdown", "n_queens", "polynomial_multiplication"]  # three of them parse with eval()
+REPEATED = ["\\boxed{", "\\text{", "\\text", "<answer>", "answer:", "answer ", "answer**", "A or "]
+REPEATED += ["#", "1", "1,", "x=", "\u0663\u0664", " ", "$", "\\", "a an the "]
 HOSTILE = [
+    *(unit * (50_000 // len(unit)) for unit in REPEATED),
     "{" * 25_000 + "}" * 25_000,
     "(" * 25_000 + ")" * 25_000,
-    "\\boxed{" * 7_000,
     "\\boxed{" * 3_500 + "}" * 25_000,
-    "<answer>" * 6_000,
     "<answer>" + "</answer>" * 5_500,
     "<think>" + "</think>" * 6_000 + "\\boxed{" * 1_000,
     "\\frac{1}{" * 5_000 + "1" + "}" * 5_000,
-    "\\text{" * 8_000,
-    "\\text" * 10_000,
     "answer is" + " " * 50_000 + "x",
-    "answer:" * 7_000,
-    "answer " * 7_000,
-    "answer**" * 6_000,
-    "A or " * 10_000,
     "####" + " " * 50_000,
-    "#" * 50_000,
     "1+" * 25_000 + "1",
-    "1," * 25_000,
     "1,111," * 8_000 + "1111",
-    "1" * 50_000,
     "-" * 50_000 + "1",
-    "x=" * 25_000,
-    "\u0663\u0664" * 25_000,
     "\ud800\x00" * 500,
-    " " * 50_000,
-    "$" * 50_000,
-    "\\" * 49_999,
-    "a an the " * 5_500,
 ]
 POWERS = ["9**9**9**9", "9^{9^{9^{9}}}", "9999999999!"]
 CODE = ["__import__('os').mkdir('ran')", "1 if __import__('os').mkdir('ran') else 2", "(lambda: open('ran', 'w'))()"]
@@ -553,32 +437,17 @@ for truth in truths:
             assert score in (-1.0, 0.0) or score < 0.5, (truth, shape, text[:20], score)
 print("done")
 """
-TRUTHS = {
-    "arithmetic": "7",
-    "gsm8k": "7",
-    "math": "7",
-    "math_dapo": "7",
-    "countdown": {"target": 7, "numbers": [3, 4]},
-    "geometry3k": "7",
-    "multiple_choice": "E",
-    "search_qa": ["seven"],
-    "format": None,
-}
+TRUTHS = dict.fromkeys(("arithmetic", "gsm8k", "math", "math_dapo", "geometry3k"), "7")
+TRUTHS |= {"multiple_choice": "E", "search_qa": ["seven"], "format": None}
+TRUTHS["countdown"] = {"target": 7, "numbers": [3, 4]}
 
 
 def probe(module, texts, truths, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</answer>", "Answer: %s", "#### %s")):
     """10 s of a processor for each truth, which other work does not change, are many times what linear time takes, and
     far less than what quadratic does."""
-    command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        input=json.dumps([module, texts, truths, shapes]),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    command, given = [sys.executable, "-c", PROBE], json.dumps([module, texts, truths, shapes])
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cwd, env=env, input=given, capture_output=True, text=True, timeout=400)
     assert done.stdout.endswith("done\n"), (done.returncode, done.stderr[-2000:])
 
 
@@ -603,20 +472,8 @@ for text in json.load(sys.stdin):
             judge.verdict(pattern, text)
 print("done")
 """
-FENCES = [
-    "```",
-    "```a",
-    "```\n",
-    "```python\na\n",
-    "``` ",
-    " ```\n",
-    "\n",
-    "score",
-    "score: ",
-    "Score: 1\n",
-    "score: 1!",
-]
-FENCES += ["!", "verdict: ", "Verdict: A\n"]
+FENCES = ["```", "```a", "```\n", "```python\na\n", "``` ", " ```\n", "\n", "!"]
+FENCES += ["score", "score: ", "Score: 1\n", "score: 1!", "verdict: ", "Verdict: A\n"]
 
 
 def test_hostile_texts_end_in_other_readers():
@@ -644,9 +501,14 @@ def test_huge_powers_end_with_math_verifys_limit():
 # ---- judge ----
 
 
+def answer_with(text, **usage):
+    return 200, {}, json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode()
+
+
 @contextmanager
 def judge_server(reply):
-    """A chat endpoint; reply(prompt, number of the request) gives a text, or a status code to fail with."""
+    """A chat endpoint; reply(prompt, number of the request) gives a text, a status code to fail with, or (status,
+    headers, body)."""
     requests = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -655,25 +517,17 @@ def judge_server(reply):
             key = self.headers["Authorization"] or self.headers["x-api-key"]
             requests.append({"path": self.path, "key": key, **body})
             answer = reply(body["messages"][0]["content"], len(requests))
-            if isinstance(answer, tuple):  # status, headers, body
-                self.send_response(answer[0])
-                for name, value in answer[1].items():
-                    self.send_header(name, value)
-                self.end_headers()
-                with suppress(ConnectionError):  # the client may have heard enough
-                    self.wfile.write(answer[2])
-                return
             if isinstance(answer, str):
-                choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
-                answer, text = 200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m"}
-                text["choices"] = [choice]
-            else:
-                text = {"error": {"message": "not now"}}
-            self.send_response(answer)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Retry-After-Ms", "10")
+                answer = answer_with(answer)
+            elif isinstance(answer, int):
+                answer = answer, {"Retry-After-Ms": "10"}, b'{"error": {"message": "not now"}}'
+            status, headers, content = answer
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(json.dumps(text).encode())
+            with suppress(ConnectionError):  # the client may have heard enough
+                self.wfile.write(content)
 
         def log_message(self, *args):
             pass
@@ -696,7 +550,6 @@ def judged(reply, response="It is 4.", truth="4", info={"question": "2+2?"}, fun
 
 
 def scored(result):
-    """Without what the replies took."""
     if isinstance(result, list):
         return [scored(each) for each in result]
     return {key: value for key, value in result.items() if not key.startswith("judge_")}
@@ -706,7 +559,6 @@ def scored(result):
     ("reply", "score"),
     [
         ("Right.\nScore: 10", 1.0),
-        ("Score: 0", 0.0),
         ("**Score: 7**", 0.7),
         ("**Score:** 7.5", 0.75),
         ("score = 7/10.", 0.7),
@@ -718,18 +570,7 @@ def test_judge_scores(reply, score):
     assert judged(lambda *_: reply)[0] == {"score": pytest.approx(score)}
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "",
-        "Good.",
-        "Score: 11",
-        "Score: ten",
-        "Score: ٧",
-        "9",
-        "<think>\nScore: 9",
-    ],
-)
+@pytest.mark.parametrize("reply", ["", "Score: 11", "Score: ten", "Score: ٧", "9", "<think>\nScore: 9"])
 def test_a_reply_without_a_score_is_an_error(reply):
     with pytest.raises(ValueError, match="the judge"):
         judged(lambda *_: reply)
@@ -816,7 +657,6 @@ def test_a_judge_that_wants_no_pause_is_not_flooded(value):
 
 
 def by_content(prompt, _):
-    """Prefers the response with more exclamation marks."""
     a, b = prompt.partition("</response_A>")[0].count("!"), prompt.partition("</response_A>")[2].count("!")
     return f"Verdict: {'A' if a > b else 'B' if b > a else 'tie'}"
 
@@ -859,22 +699,12 @@ def test_a_judge_compares_a_groups_responses_with_each_other():
     assert not requests and results == [{"score": 0.5, "agree": 1.0}]
 
 
-def answer_with(text, **usage):
-    return 200, {}, json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode()
+NO_ANSWERS = [b"", b"{", b"[]", b"[" * 10**5, b'{"choices": [{"message": {"content": 5}}]}']
+NO_ANSWERS.append(b'{"choices": [{"message": {"content": "Score: 9"}}], "usage": 3}')
+NO_ANSWERS.append(gzip.compress(answer_with("Score: 9")[2], mtime=0))  # a name that is the same in all workers
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"[" * 10**5,
-        b'{"choices": [{"message": {"content": 5}}]}',
-        b'{"choices": [{"message": {"content": "Score: 9"}}], "usage": 3}',
-        gzip.compress(answer_with("Score: 9")[2], mtime=0),  # a name that is the same in all workers
-    ],
-)
+@pytest.mark.parametrize("answer", NO_ANSWERS)
 def test_an_answer_that_has_not_the_form_is_an_error(answer):
     with pytest.raises(ValueError, match="the judge's answer is not that of an openai endpoint: b"):
         judged(lambda *_: (200, {"Content-Encoding": "gzip"} if answer[:1] == b"\x1f" else {}, answer))
@@ -946,10 +776,7 @@ def test_many_requests_at_once_and_an_error_costs_its_own_response():
 
 
 def test_a_judge_is_asked_once_for_equal_texts(tmp_path):
-    with judge_server(
-        lambda prompt, number: answer_with(f"Score: {number}" if "bad" not in prompt else "Hm.")
-    ) as served:
-        url, requests = served
+    with judge_server(lambda prompt, number: "Hm." if "bad" in prompt else f"Score: {number}") as (url, requests):
         kwargs = {"base_url": url, "model": "m", "cache": str(tmp_path / "kept")}
 
         def ask(text, **more):
@@ -969,12 +796,6 @@ def test_a_judge_is_asked_once_for_equal_texts(tmp_path):
         assert ask("a")["score"] == 0.8 and ask("a")["judge_cached"] == 1
     with pytest.raises(InputError, match=r"cache .*: Not a directory; name a folder"):
         ask("a", cache=str(next((tmp_path / "kept").glob("*/*")) / "x"))
-
-
-def test_a_reply_that_no_file_can_hold_is_scored_and_not_kept(tmp_path):
-    for _ in range(2):  # half of a character
-        result, requests = judged(lambda *_: answer_with("\ud800\nScore: 7"), cache=str(tmp_path))
-        assert result == {"score": 0.7} and len(requests) == 1
 
 
 def test_a_cache_of_several_processes_is_whole_and_bounded(tmp_path):
@@ -1022,9 +843,6 @@ def test_reward_kwargs_may_name_all_keywords_of_a_judge_and_no_others():
         with pytest.raises(InputError, match=r"no scorer declares cachee; the scorers take .*concurrency"):
             check_keywords(scorers, kwargs | {"cachee": "x"})
         assert "time_limit_s" in inspect.signature(getattr(judge, name)).parameters  # so that the pool gives it
-
-
-# ---- length penalty ----
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 10**6)), min_size=1, max_size=8), st.floats(0, 0.99))
