@@ -14,7 +14,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
@@ -143,6 +143,7 @@ TRUNCATIONS |= st.sampled_from([Truncation(0.5), Truncation(1.0, 3), Truncation(
 
 
 @settings(max_examples=45)
+@example(Truncation(0.99), 7, 23, 3, 0.5, 0, 2, slice(2))  # more than the candidates
 @given(
     *(st.none() | TRUNCATIONS, st.integers(1, 17), st.integers(2, 23), st.integers(1, 9), st.floats(0.2, 3)),
     *(st.integers(0, 10**6), st.sampled_from([2, 3, 1024]), st.sampled_from([slice(2), slice(1), slice(1, 2)])),

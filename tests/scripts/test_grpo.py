@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 import dapo
 import grpo
+import remax
 from lib import core_algos
 from lib.setup import check
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, parse_flags, ran, skip_without_vllm
@@ -121,6 +122,16 @@ def test_gradients_are_bit_identical_with_and_without_a_shadow_reward(tmp_path, 
         assert 0 < logged["shadow/mine.shadow/mean"] < 1 and abs(logged["shadow/mine.shadow/correlation"]) < 1
         assert logged["shadow/error_count"] > 0 and shadowed["reward/error_count"] == 0
         assert {key: value for key, value in shadowed.items() if key not in logged} == plain
+
+
+def test_advantages_of_remax_are_the_librarys():
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]]).bool()
+    rewards, baselines = torch.where(mask, torch.tensor([[0.5, 0, 1], [0, 0, 0]]), torch.nan), torch.tensor([0.25, 1])
+    ours = remax.remax_advantages(rewards, baselines, mask)
+    theirs = core_algos.compute_remax_outcome_advantage(rewards, baselines, mask)
+    assert ours[0].tolist() == [[1.25, 0, 0.75], [0, 0, 0]] and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    with pytest.raises(ValueError, match="one number a row"):
+        core_algos.compute_remax_outcome_advantage(rewards, baselines[:, None], mask)
 
 
 @pytest.mark.parametrize("script", [grpo, dapo])

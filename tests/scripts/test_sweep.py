@@ -75,6 +75,7 @@ def test_the_words_of_a_run_are_flags_of_the_script(sweep):
         ("flags: {lr: 1}", "must have `script`"),
         ("script: a\ngrid: {lr: [1]}\nsettings: [{}]", "give one of them"),
         ("script: a\ngrid: {lr: []}", "grid: lr: give a list"),
+        ("script: a\nsettings: {lr: 1}", "settings: give a list"),
         ("script: a\nsettings: [1]", "give {flag: value}"),
         ("script: a\nseeds: [one]", "seeds: give a list of integers"),
         ("script: a\nseeds: [1, 1]", "2 runs would be named seed=1"),

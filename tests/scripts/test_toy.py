@@ -6,6 +6,7 @@ Runs on images: test_toy_vision.py.
 import base64
 import io
 import json
+import random
 from collections import Counter
 from functools import cache
 from statistics import mean
@@ -201,6 +202,13 @@ def test_a_row_asks_for_what_its_image_shows_and_its_text_does_not_say():
 
 
 # ---- starts --------------------------------------------------------------------------------------
+
+
+def test_the_later_pupils_of_toy_rare_hardly_ever_work_a_sum_out():
+    demonstrate, rng = toy_rare.pupils(), random.Random(0)
+    for count, share in ((toy_rare.FIRST * toy_rare.BATCH, toy.SHARE_WORKED), (10_000, toy_rare.SHARE_RARE)):
+        worked = ["," in demonstrate(137, 285, rng) for _ in range(count)]
+        assert mean(worked) == pytest.approx(share, abs=0.01)  # 4 standard errors
 
 
 def test_starts_leave_room_to_climb():
