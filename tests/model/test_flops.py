@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 import grpo
 import ppo
@@ -57,16 +57,6 @@ def test_products_are_those_that_torch_counts(model, share_prompts):
     assert products == pytest.approx(ours + again, rel=1e-12)
 
 
-def test_attention_is_the_half_that_is_not_masked_of_what_torch_counts(model):
-    batch = rollout_batch([6, 6], [5, 5])
-    s = 6 + 5 - 1  # the last token is not computed
-    flops = flops_of(model)
-    _, attention = counted(model, batch, share_prompts=False)
-    ours = float(update_flops(flops._replace(token=0, prediction=0), batch, prefix_tree(batch, share=False)))
-    assert ours == 2 * 12 * 2 * 64 * s * (s + 1) / 2  # rows x 12 x layers x hidden x pairs
-    assert attention == pytest.approx(ours * 2 * s / (s + 1))
-
-
 def test_frozen_weights_have_no_gradient_of_their_own(model):
     for p in model.parameters():
         p.requires_grad = False
@@ -75,24 +65,10 @@ def test_frozen_weights_have_no_gradient_of_their_own(model):
     assert flops_of(model)[:3] == (4 * 2 * a_layer + 2 * 64 * 96, 4 * 64 * VOCAB, 12 * 2 * 64)
 
 
-def test_a_token_counts_the_experts_that_it_goes_to(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
-    model = load_model(save_tiny(tmp_path, cls=Qwen3MoeForCausalLM, config=Qwen3MoeConfig, **experts))
-    a_layer = 2 * 64 * 64 + 2 * 64 * 32 + 4 * 64 + 2 * 3 * 64 * 32  # attention, router, two experts
-    assert flops_of(model).token == 6 * 2 * a_layer
+FROZEN = {"qwen2_vl": "tower", "qwen3_vl": "", "glm4v": "", "gemma3": "tower", "idefics3": "", "llava": "vision"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "frozen"),
-    [
-        ("qwen2_vl", "tower"),
-        ("qwen3_vl", ""),
-        ("glm4v", ""),
-        ("gemma3", "tower"),
-        ("idefics3", ""),
-        ("llava", "vision"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "frozen"), FROZEN.items())
 def test_products_of_a_tower_are_those_that_torch_counts(tmp_path, kind, frozen):
     """Nearly. An image of a shared prompt is encoded once."""
     tiny_vision(kind, tmp_path)

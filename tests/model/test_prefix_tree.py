@@ -6,23 +6,19 @@ from itertools import accumulate
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2ForTokenClassification
 
 from lib.data import prefix_tree, prepare_dynamic_batch
 from lib.data.micro_batches import prompt_groups
 from lib.data_proto import DataProto
-from lib.distributed import Mean, World, full_tensor, make_mesh, make_row_group, shard_model
+from lib.distributed import Mean, full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import ForwardConfig, load_critic, load_model, response_log_probs, response_values
-from lib.model.flops import flops_of, update_flops
 from lib.model.trained import Policy
 from lib.sampling import Sampling
 from tests.common import float64_norms, run_ranks, save_tiny
-from tests.model.test_models import load, save
+from tests.model.test_models import load, save, with_gradient
 from tests.model.test_varlen import cpu_kernels
 
 Row = tuple[list[int], list[list[int]], list[int]]  # prompt, segments (the first goes on from the prompt), masks
@@ -62,8 +58,8 @@ def sequences_of(batch: DataProto):
             yield row, begin - P, ids[row, start:end].tolist(), trained[row, begin - P : end - P].bool().tolist()
 
 
-def separately(model, batch: DataProto) -> torch.Tensor:
-    """(2, B, T): log-probs and entropies, each sequence computed alone."""
+def separately(model, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies (B, T), each sequence computed alone."""
     results = torch.zeros(2, *batch.batch["responses"].shape, dtype=torch.float64)
     for row, begin, ids, trained in sequences_of(batch):
         log_p = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
@@ -72,16 +68,7 @@ def separately(model, batch: DataProto) -> torch.Tensor:
             if is_trained:
                 at = log_p[first + t - 1]
                 results[0, row, begin + t], results[1, row, begin + t] = at[ids[first + t]], -(at.exp() * at).sum()
-    return results
-
-
-def with_gradient(model, forward):
-    """The results, and the gradient of a random combination of them."""
-    model.zero_grad()
-    results = forward()
-    weights = torch.randn(results.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    (results * weights).sum().backward()
-    return results.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    return results.unbind()
 
 
 def assert_equal(got, expected, tolerance=1e-9):
@@ -104,14 +91,6 @@ def needed_prefixes(batch: DataProto) -> set[tuple]:
             alone = rows.count(row) == 1 and groups[row] not in begun  # shares only its prompt
             found |= {(groups[row], (alone and k >= first and row + 1, *ids[: k + 1])) for k in range(n)}
     return found
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 tokens = partial(st.lists, st.integers(1, 2))
@@ -160,7 +139,7 @@ def test_any_tree_gives_what_each_sequence_gives_alone(model, rows, min_shared):
     """And computes each token of the trie once, if it shares runs of any length."""
     batch = batch_of(rows)
     assume(batch.batch["response_mask"].any())
-    expected = with_gradient(model, lambda: separately(model, batch))
+    expected = with_gradient(model, partial(separately, model, batch))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lib.data.micro_batches.MIN_SHARED", min_shared)
         tree, needed = prefix_tree(batch), len(needed_prefixes(batch))
@@ -168,7 +147,7 @@ def test_any_tree_gives_what_each_sequence_gives_alone(model, rows, min_shared):
         assert tree.separate_tokens == sum(prefix_tree(batch, share=False).lengths)
         for options in ({}, {"share_prompts": False}, {"padding_free": False}):
             forward = partial(response_log_probs, model, batch, 1.0, **options)
-            assert_equal(with_gradient(model, lambda: torch.stack(forward())), expected)  # noqa: B023
+            assert_equal(with_gradient(model, forward), expected)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +165,9 @@ def test_every_kind_of_layer_takes_the_tree(tmp_path, family, attention):
     model, batch = load(save(family, tmp_path), attn_implementation=attention), batch_of(FORKS)
     assert sum(prefix_tree(batch).lengths) == len(needed_prefixes(batch)) == NEEDED
     with cpu_kernels():
-        shared = with_gradient(model, lambda: torch.stack(response_log_probs(model, batch, 1.0)))
+        shared = with_gradient(model, partial(response_log_probs, model, batch, 1.0))
     model.set_attn_implementation("sdpa")
-    assert_equal(shared, with_gradient(model, lambda: separately(model, batch)), 1e-5)
+    assert_equal(shared, with_gradient(model, partial(separately, model, batch)), 1e-5)
 
 
 def test_branches_compute_the_beginning_that_they_are_given_once(model):
@@ -198,14 +177,12 @@ def test_branches_compute_the_beginning_that_they_are_given_once(model):
     whole = [trunk + tail for tail in ([41, 42, 43], [44, 45], [*other, 46], [*other, 47, 48])]
     rows = [row(prompt, [(ids[:n], 0), (ids[n:], 1)]) for ids, n in zip(whole, (0, 30, 30, 50))]
     batch = batch_of(rows)
-    expected = with_gradient(model, lambda: separately(model, batch))
-    got = with_gradient(model, lambda: torch.stack(response_log_probs(model, batch, 1.0)))
-    assert_equal(got, expected)
+    expected = with_gradient(model, partial(separately, model, batch))
+    assert_equal(with_gradient(model, partial(response_log_probs, model, batch, 1.0)), expected)
     assert sum(prefix_tree(batch).lengths) == 3 + 30 + 20 + (3 + 2 + 1 + 2) - 4  # no last token predicts one
     batch.batch["response_mask"][:, 0] = 1
-    assert (
-        sum(prefix_tree(batch).lengths) == 3 + 33 + 32 + 51 + 52 - 4
-    )  # of responses as they are sampled none is shared
+    # of responses as they are sampled none is shared
+    assert sum(prefix_tree(batch).lengths) == 3 + 33 + 32 + 51 + 52 - 4
 
 
 def test_a_critic_and_gradient_checkpointing_take_the_tree(tmp_path):
@@ -214,26 +191,10 @@ def test_a_critic_and_gradient_checkpointing_take_the_tree(tmp_path):
     critic = float64_norms(load_critic(path, dtype=torch.float64, gradient_checkpointing=True))
     critic.train()
     shared, rows = (
-        with_gradient(critic, lambda share=share: response_values(critic, batch, share_prompts=share))
+        with_gradient(critic, lambda share=share: [response_values(critic, batch, share_prompts=share)])
         for share in (True, False)
     )
     assert_equal(shared, rows)
-
-
-def test_products_are_those_that_torch_counts(model, monkeypatch):
-    """The counter cannot be told of causal_lower_right, a tensor subclass."""
-    mask = lambda tokens, seen: torch.ones(tokens, seen).tril(seen - tokens).bool()  # noqa: E731
-    monkeypatch.setattr("lib.model.attention.causal_lower_right", mask)
-    batch, flops = batch_of(FORKS), flops_of(model)
-    tree, trained = prefix_tree(batch), int(batch.batch["response_mask"].sum())
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        sum(response_log_probs(model, batch, 1.0)).sum().backward()
-    counted = {str(name): n for name, n in counter.get_flop_counts()["Global"].items()}
-    products = sum(n for name, n in counted.items() if "bmm" not in name)
-    ours = update_flops(flops._replace(pair=0), batch, tree)
-    assert products == pytest.approx(ours + trained * flops.prediction / 3, rel=1e-12)  # logits twice
-    seen = sum(len(prefix) - 1 for _, prefix in needed_prefixes(batch))
-    assert update_flops(flops._replace(token=0, prediction=0), batch, tree) == seen * flops.pair
 
 
 def over_two_ranks(world, path: str, options: dict, tensor: int):
@@ -264,7 +225,7 @@ def test_ranks_that_share_their_rows_share_prefixes(tmp_path, options, tensor):
 
 @settings(max_examples=20)
 @given(episodes(), st.integers(5, 60))
-def test_a_micro_batch_counts_the_tokens_of_its_tree(one_rank, rows, max_tokens):
+def test_a_micro_batch_counts_the_tokens_of_its_tree(world, rows, max_tokens):
     batch = batch_of(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lib.data.micro_batches.MIN_SHARED", 1)
@@ -275,27 +236,17 @@ def test_a_micro_batch_counts_the_tokens_of_its_tree(one_rank, rows, max_tokens)
     assert begun or all(size <= max_tokens or len(micro) == 1 for size, micro in zip(sizes, micro_batches))
 
 
-def test_a_step_reports_the_tokens_that_it_saves(one_rank, tmp_path):
+def test_a_step_reports_the_tokens_that_it_saves(world, tmp_path):
     module, batch = load_model(save_tiny(tmp_path)), batch_of(FORKS)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     forward = ForwardConfig(1000, Sampling(8), None, torch.float32)
-    actor = Policy("actor", module, optimizer, scheduler, World(0, 1, torch.device("cpu")), forward, 1.0, False)
+    actor = Policy("actor", module, optimizer, scheduler, world, forward, 1.0, False)
     parts = [batch[[0]], batch[[1, 2, 3, 4]]]
     for micro in parts:
         actor.backward(actor.log_probs(micro)[0].sum())
     tokens = sum(len(needed_prefixes(micro)) for micro in parts)
-    whole = [
-        20 + 19 + 17 + 4,
-        20 + 19 + 17 + 8,
-        20 + 2,
-        20 + 1,
-        23 + 18,
-        23 + 8,
-        23 + 19 + 4,
-        20 + 23,
-        20 + 23,
-        23 + 18,
-    ]
+    whole = (20 + 19 + 17 + 4) + (20 + 19 + 17 + 8) + (20 + 2) + (20 + 1) + (23 + 18) + (23 + 8) + (23 + 19 + 4)
+    whole += (20 + 23) + (20 + 23) + (23 + 18)
     name = "perf/shared_prefix_tokens_share"
-    assert actor.step()[name] == Mean(sum(whole) - tokens, sum(whole)) and actor.step()[name] == Mean(0, 0)
+    assert actor.step()[name] == Mean(whole - tokens, whole) and actor.step()[name] == Mean(0, 0)

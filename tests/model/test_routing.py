@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from types import MethodType, SimpleNamespace
 
@@ -27,7 +27,6 @@ from data.toy import make_tokenizer
 from data.toy_moe import make_mixtral
 from lib import InputError, setup
 from lib.args import MultiTurnArgs
-from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, make_row_group, reduce_metrics, shard_model
 from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
 from lib.model.routing import ROUTERS, ROUTES, RoutingMetrics, chosen_experts, routes_column
@@ -255,10 +254,11 @@ def test_the_hf_engine_records_what_each_token_took(tmp_path):
     scores are equal to 1e-6, and none are."""
     model = load_model(MODEL)
     engine = HFEngine(model, load_tokenizer(MODEL))
-    prompts, none = [[5, 6, 7], [9, 8, 7, 6, 5, 11], [5, 6, 7]], [None] * 3
-    assert all(row.routed_experts is None for row in engine._sample(prompts, none, Sampling(8), [1, 2, 3], [8, 5, 2]))
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 11], [5, 6, 7]]
+    sample = partial(engine._sample, prompts, [None] * 3, Sampling(8), [1, 2, 3], [8, 5, 2])
+    assert all(row.routed_experts is None for row in sample())
     engine.route_layers = model.route_layers
-    rows = engine._sample(prompts, none, Sampling(8), [1, 2, 3], [8, 5, 2])
+    rows = sample()
     assert len({len(row.token_ids) for row in rows}) > 1
     for prompt, row in zip(prompts, rows):
         model(input_ids=torch.tensor([[*prompt, *row.token_ids[:-1]]]))
@@ -499,22 +499,16 @@ def test_r2_replays_the_pass_before_the_update(tmp_path):
     assert row["router/differing_experts"] == 0 and abs(row["actor/ppo_kl"]) < 1e-6
 
 
-def test_r2_needs_the_pass_before_the_update():
+def test_what_cannot_replay_its_routes_is_rejected():
     with pytest.raises(InputError, match="the forward pass that --routing-replay R2 needs"):
         parse_flags(grpo.Args, [*MOE, "--routing-replay", "R2", "--old-log-probs", "rollout"])
-
-
-def test_vllm_returns_no_experts_on_a_cpu():
+    with pytest.raises(InputError, match="of type llama, it knows those of deepseek_v3, glm4_moe, gpt_oss, mixtral"):
+        check_routing_replay(TOY_MODEL)
     skip_without_vllm()
     args = parse_flags(grpo.Args, [*MOE, "--routing-replay", "R3", "--rollout-engine", "vllm"])
     setup.check_engine(args, torch.device("meta"), torch.bfloat16, False)  # stands for a GPU
     with pytest.raises(InputError, match="on a CPU vLLM does not return the experts: take --rollout-engine hf, or R2"):
         setup.check(args, torch.device("cpu"))
-
-
-def test_a_model_whose_routers_are_not_known_is_rejected():
-    with pytest.raises(InputError, match="of type llama, it knows those of deepseek_v3, glm4_moe, gpt_oss, mixtral"):
-        check_routing_replay(TOY_MODEL)
 
 
 # ---- the embedded mixture ------------------------------------------------------------------------
@@ -531,13 +525,3 @@ def test_the_embedded_mixture_is_the_generators_and_uses_its_experts(tmp_path):
     model(input_ids=torch.tensor(tokenizer(prompts)["input_ids"]))
     used = [chosen_experts(model)[:, layer].unique().numel() for layer in range(2)]
     assert min(used) >= 6  # of 8
-
-
-def test_routes_of_responses_in_flight_survive_a_checkpoint(tmp_path):
-    routes = torch.arange(12, dtype=torch.int16).view(3, 2, 2)
-    row = Generated([5, 6], [-1.0, -2.0], "abort", [0, 0], routes)
-    rows = DataProto.from_dict(non_tensors={"partial": [asdict(row)], ROUTES: routes_column([routes])})
-    rows.save_to_disk(tmp_path / "rows")
-    loaded = DataProto.load_from_disk(tmp_path / "rows").non_tensor_batch
-    assert torch.equal(Generated(**loaded["partial"][0]).routed_experts, routes)
-    assert torch.equal(loaded[ROUTES][0], routes) and loaded[ROUTES][0].dtype == torch.int16

@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from lib import InputError
-from lib.distributed import full_tensor, make_mesh, make_row_group, shard_model
 from lib.model import PACKED, ForwardConfig, Reference, load_model, response_log_probs
 from lib.model.attention import TELL_OF_GROUPS
 from lib.sampling import Sampling
 from lib.setup import get_attention
-from tests.common import TOY_MODEL, run_ranks, tiny_vision, vision_batch, with_slow
+from tests.common import TOY_MODEL, tiny_vision, vision_batch, with_slow
 from tests.model.test_models import batch_of_groups, load, save, with_gradient
 
 CALLS = []
@@ -92,17 +91,12 @@ def kernels():
 FULL, WINDOW = [-1, 0], [3, 0]  # of 4 tokens, the query's own among them
 
 
-@pytest.mark.parametrize(
-    ("family", "layers"),
-    [
-        pytest.param("llama", 4 * [FULL], marks=pytest.mark.slow),
-        pytest.param("mistral", 4 * [WINDOW], marks=pytest.mark.slow),
-        ("gemma3_text", 2 * [WINDOW, FULL]),
-        pytest.param("qwen3_moe", 4 * [FULL], marks=pytest.mark.slow),
-        ("qwen3_5_text", 2 * [FULL]),
-    ],
-)
-def test_varlen_is_packed_sdpa(tmp_path, family, layers):
+LAYERS = {"llama": 4 * [FULL], "mistral": 4 * [WINDOW], "gemma3_text": 2 * [WINDOW, FULL]}
+LAYERS |= {"qwen3_moe": 4 * [FULL], "qwen3_5_text": 2 * [FULL]}
+
+
+@pytest.mark.parametrize("family", with_slow(LAYERS, "llama", "mistral", "qwen3_moe"))
+def test_varlen_is_packed_sdpa(tmp_path, family):
     """Log-probs, entropies and gradients, with and without shared prompts; among the families are windows of 4, more
     query than key heads, experts, and layers with a state. fp64: the same sums in another order."""
     path, batch = save(family, tmp_path), batch_of_groups()
@@ -116,7 +110,7 @@ def test_varlen_is_packed_sdpa(tmp_path, family, layers):
         )
         torch.testing.assert_close(results, expected, rtol=1e-6, atol=1e-6)  # norms and rotary tables are in fp32
         assert (gradient - expected_gradient).norm() < 1e-5 * expected_gradient.norm()
-        assert layers == CALLS
+        assert LAYERS[family] == CALLS
 
 
 def test_gradients_add_up_in_one_order(tmp_path):
@@ -128,54 +122,30 @@ def test_gradients_add_up_in_one_order(tmp_path):
     assert not names.seen & {"index_add", "index_add_", "scatter_add", "scatter_add_", "index_reduce", "put_"}
 
 
-def over_two_ranks(world, path):
-    """For packed_sdpa and varlen: (log-probs of this rank's rows, gradient)."""
-    mesh, batch = make_mesh(world), batch_of_groups()[list(range(world.rank, 6, 2))]
-    results = []
-    with cpu_kernels():
-        for name in PACKED:
-            model = shard_model(load(path, attn_implementation=name), mesh, torch.float64)
-            [log_probs, _] = response_log_probs(model, batch, 0.7, row_group=make_row_group(world, mesh, 2))
-            log_probs.square().sum().backward()
-            gradient = torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
-            results.append((log_probs.detach(), gradient))
-    return results
-
-
-def test_varlen_is_packed_sdpa_in_sequence_parallel(tmp_path):
-    """The packed row of 49 tokens gets one of padding, which is a sequence of its own."""
-    for packed, ours in run_ranks(2, over_two_ranks, save("llama", tmp_path)):
-        for a, b in zip(ours, packed, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
-def test_varlen_without_a_kernel_is_refused(device, dtype):
+def test_an_attention_without_its_kernel_is_refused(device, dtype):
     with pytest.raises(InputError, match=f"here they are {device} and {str(dtype)[6:]}; take auto"):
         get_attention("varlen", dtype, torch.device(device), TOY_MODEL)
-
-
-@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_flash_attention_without_its_package_is_refused_in_a_line():
-    with pytest.raises(InputError, match="flash-attn is not installed; take auto"):
-        get_attention("flash_attention_2", torch.bfloat16, torch.device("cuda"), TOY_MODEL)
+    if find_spec("flash_attn") is None:
+        with pytest.raises(InputError, match="flash-attn is not installed; take auto"):
+            get_attention("flash_attention_2", torch.bfloat16, torch.device("cuda"), TOY_MODEL)
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "capability", "heads", "expected"),
+    ("device", "dtype", "capability", "head_dim", "expected"),
     [
-        ("cuda", torch.bfloat16, (9, 0), {"head_dim": 128}, "varlen"),
-        ("cuda", torch.float16, (8, 0), {"head_dim": None}, "varlen"),  # 64 / 2
-        ("cuda", torch.bfloat16, (7, 5), {"head_dim": 128}, "packed_sdpa"),
-        ("cuda", torch.float32, (9, 0), {"head_dim": 128}, "packed_sdpa"),
-        ("cuda", torch.bfloat16, (9, 0), {"head_dim": 264}, "packed_sdpa"),
-        ("cuda", torch.bfloat16, (9, 0), {"head_dim": 36}, "packed_sdpa"),
-        ("cpu", torch.bfloat16, None, {"head_dim": 128}, "packed_sdpa"),
+        ("cuda", torch.bfloat16, (9, 0), 128, "varlen"),
+        ("cuda", torch.float16, (8, 0), None, "varlen"),  # 64 / 2
+        ("cuda", torch.bfloat16, (7, 5), 128, "packed_sdpa"),
+        ("cuda", torch.float32, (9, 0), 128, "packed_sdpa"),
+        ("cuda", torch.bfloat16, (9, 0), 264, "packed_sdpa"),
+        ("cuda", torch.bfloat16, (9, 0), 36, "packed_sdpa"),
+        ("cpu", torch.bfloat16, None, 128, "packed_sdpa"),
     ],
 )
-def test_auto_is_varlen_where_it_has_kernels(tmp_path, monkeypatch, device, dtype, capability, heads, expected):
+def test_auto_is_varlen_where_it_has_kernels(tmp_path, monkeypatch, device, dtype, capability, head_dim, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    LlamaConfig(hidden_size=64, num_attention_heads=2, **heads).save_pretrained(tmp_path)
+    LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=head_dim).save_pretrained(tmp_path)
     assert get_attention("auto", dtype, torch.device(device), str(tmp_path)) == expected
 
 

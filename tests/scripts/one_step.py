@@ -144,9 +144,8 @@ class StubScorers:
         scores = torch.zeros(len(rows), T, dtype=torch.float64)
         for i, row in enumerate(rows):
             if any(row.sampled):
-                scores[i, max(t for t, s in enumerate(row.sampled) if s)] = (
-                    row.score if row.score is not None else torch.nan
-                )
+                last = max(t for t, s in enumerate(row.sampled) if s)
+                scores[i, last] = torch.nan if row.score is None else row.score
         extras = {key: [row.components[key] for row in rows] for key in rows[0].components} if len(rows) else {}
         return SimpleNamespace(get=lambda: (scores, dict(extras), {}), time_metrics=dict)
 

@@ -35,12 +35,12 @@ def start(script: Path, *words: str, options: tuple[str, ...] = (), **env: str) 
     return run([*PYTHON, *options, script.name, *words], script.parent, **env)
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "remax", "dapo"])
-def test_a_copy_that_finds_no_lib_says_what_to_do(name, tmp_path):
-    done = start(Path(shutil.copy(ROOT / f"{name}.py", tmp_path)))
-    assert done.returncode == 1 and done.stderr.endswith("ModuleNotFoundError: No module named 'lib'\n")
-    [line] = [line for line in done.stderr.splitlines() if "PYTHONPATH" in line]
-    assert line.endswith("export PYTHONPATH=/path/to/plainrl")
+def test_a_copy_that_finds_no_lib_says_what_to_do(tmp_path):
+    for name in "grpo", "ppo", "remax", "dapo":
+        done = start(Path(shutil.copy(ROOT / f"{name}.py", tmp_path)))
+        assert done.returncode == 1 and done.stderr.endswith("ModuleNotFoundError: No module named 'lib'\n")
+        [line] = [line for line in done.stderr.splitlines() if "PYTHONPATH" in line]
+        assert line.endswith("export PYTHONPATH=/path/to/plainrl")
 
 
 def test_a_copy_beside_another_lib_is_started_with_a_flag_of_python(tmp_path):
@@ -120,27 +120,21 @@ def test_a_wheel_has_what_git_tracks_and_nothing_else(checkout):
         (checkout / "grpo.py").write_text("changed")
 
 
-@pytest.mark.parametrize("what", ["a link", "a linked folder", "a deleted file", "an untracked script", "no checkout"])
-def test_a_wheel_that_would_hold_something_else_is_refused_in_a_line(checkout, what):
-    if what == "a link":
-        (checkout / "data/link").symlink_to("/etc/passwd")
-        git(checkout, "add", "data/link")
-    elif what == "a linked folder":
-        (checkout / "data/toy").rename(checkout.parent / "toy")
-        (checkout / "data/toy").symlink_to(checkout.parent / "toy")
-    elif what == "a deleted file":
-        (checkout / "ppo.py").unlink()
-    elif what == "an untracked script":
-        git(checkout, "rm", "-q", "--cached", "ppo.py")
-    else:
-        shutil.rmtree(checkout / ".git")
-        git(checkout.parent, "init", "-q")  # of another project, which contains this folder
+SPOIL = {  # by shell commands in the checkout: what the refusal says
+    "ln -s /etc/passwd data/link; git add data/link": "deleted, or a link",
+    "mv data/toy ../toy; ln -s $PWD/../toy data/toy": "deleted, or a link",
+    "rm ppo.py": "deleted, or a link",
+    "git rm -q --cached ppo.py": "git does not track ppo.py",
+    # of another project, which contains this folder
+    "rm -r .git; git -C .. init -q": "a wheel has git's files (fatal: not a",
+}
+
+
+@pytest.mark.parametrize("commands", SPOIL)
+def test_a_wheel_that_would_hold_something_else_is_refused_in_a_line(checkout, commands):
+    subprocess.run(commands, shell=True, check=True, cwd=checkout)
     done = build(checkout)
-    expected = {
-        "an untracked script": "git does not track ppo.py",
-        "no checkout": "a wheel has git's files (fatal: not a",
-    }
-    assert done.returncode and expected.get(what, "deleted, or a link") in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode and SPOIL[commands] in done.stderr and done.stderr.count("\n") == 1
     assert not [*checkout.parent.glob("*.whl")]
 
 

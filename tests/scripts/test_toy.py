@@ -1,178 +1,259 @@
-"""The embedded task: its files are the generator's, its start leaves room to climb, its scorer cannot be bluffed."""
+"""The embedded tasks: files as the generators write them, starts that leave room to climb, a scorer without loopholes.
 
+Runs on images: test_toy_vision.py.
+"""
+
+import base64
+import io
 import json
 import random
 from collections import Counter
-from pathlib import Path
+from functools import cache
 from statistics import mean
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from data import toy, toy_long, toy_rare
+from agent import MultiTurn, get_tool_parser, load_tools
+from data import toy, toy_long, toy_rare, toy_tools, toy_vision
 from rewards.arithmetic import compute_score
 
-MODEL = toy.FOLDER / "model"
+TASKS = [toy, toy_tools, toy_vision]
+GREEDY = {"do_sample": False, "temperature": None}
+QUESTION = {"role": "user", "content": "630*52"}
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
-def read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (toy.FOLDER / f"{name}.jsonl").read_text().splitlines()]
+def make(task):
+    return task.make_processor() if task is toy_vision else task.make_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(MODEL)
+@cache
+def start(task):
+    """(processor or tokenizer, model)"""
+    load = AutoProcessor if task is toy_vision else AutoTokenizer
+    kind = AutoModelForImageTextToText if task is toy_vision else AutoModelForCausalLM
+    path = task.FOLDER / "model"
+    return load.from_pretrained(path), kind.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def test_rows_are_the_generators():
-    train, val = toy.make_rows()
-    assert read("train") == train
-    assert read("val") == val
+def tokenizer_of(task):
+    processor = start(task)[0]
+    return getattr(processor, "tokenizer", processor)
 
 
-def test_train_and_val_share_no_sum_in_either_order():
-    def key(row):
-        return frozenset(row["prompt"][0]["content"].split("+"))
-
-    train, val = read("train"), read("val")
-    assert len({key(row) for row in train + val}) == len(train) + len(val)
+def read(task, name: str) -> list[dict]:
+    return [json.loads(line) for line in (task.FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_ground_truths_are_the_sums():
-    for row in read("train") + read("val"):
-        a, b = row["prompt"][0]["content"].split("+")
-        assert row["reward_model"]["ground_truth"] == str(int(a) + int(b))
+def answers(task, rows: list[dict], then: str = "", **how) -> list[str]:
+    """To the rows' questions, all of as many tokens. then: what follows the prompt."""
+    shown = {"tools": toy_tools.TOOLS} if task is toy_tools else {}
+    processor, model = start(task)
+    render = lambda row: processor.apply_chat_template(  # noqa: E731
+        row["prompt"], tokenize=False, add_generation_prompt=True, **shown
+    )
+    images = {"images": [[decoded(row)] for row in rows]} if task is toy_vision else {}
+    inputs = processor(text=[render(row) + then for row in rows], return_tensors="pt", **images)
+    torch.manual_seed(0)
+    out = model.generate(**inputs, max_new_tokens=24 if task is toy_tools else 16, **how)
+    return tokenizer_of(task).batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_responses_as_documented():
-    assert toy.worked_response(137, 285) == "12,12,4=422"
-    assert toy.careless_response(137, 285) == "=312"
-    assert toy.worked_response(999, 999) == "18,19,19=1998"
-    assert toy.careless_response(123, 456) == "=579"
-    for row in read("val"):
-        a, b = map(int, row["prompt"][0]["content"].split("+"))
-        score = compute_score("toy/arithmetic", toy.worked_response(a, b), row["reward_model"]["ground_truth"])
-        assert score["score"] == 1.0
+def accuracy(task, rows: list[dict], *more, **how) -> float:
+    texts, truths = answers(task, rows, *more, **how), [row["reward_model"]["ground_truth"] for row in rows]
+    return mean(compute_score(row["data_source"], *x)["score"] for row, *x in zip(rows, texts, truths))
 
 
-def test_tokenizer_file_is_the_generators(tmp_path):
-    toy.make_tokenizer().save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_text() == (MODEL / name).read_text()
+def decoded(row: dict) -> Image.Image:
+    [image] = row["images"]
+    return Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2])))
 
 
-def test_tokenizer_round_trip(tokenizer):
-    text = "".join(map(chr, range(32, 127))) + "\nuser: 1+1, assistant:  2 .\n<|im_end|><pad>"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode(text) == toy.make_tokenizer().encode(text)  # AutoTokenizer has not put in another class
-    assert tokenizer.unk_token_id not in tokenizer.encode(text)
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tokenizers_are_the_generators_and_fit_the_models(task, tmp_path):
+    """AutoTokenizer has not put in another class."""
+    make(task).save_pretrained(tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (task.FOLDER / "model" / path.name).read_text()
+    assert (toy_long.FOLDER / "model/tokenizer.json").read_text() == (toy.FOLDER / "model/tokenizer.json").read_text()
+    tokenizer, model = tokenizer_of(task), start(task)[1]
+    call = toy_tools.tool_call("630*52") if task is toy_tools else ""
+    text = PRINTABLE + "user: 1+1, assistant:  2 .\n<|im_start|>" + call + "<|im_end|><pad>"
+    fresh = make(task)
+    ids = getattr(fresh, "tokenizer", fresh).encode(text)
+    assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
     assert tokenizer.encode("é") == [tokenizer.unk_token_id]
     assert tokenizer.decode(tokenizer.encode("=422<|im_end|>"), skip_special_tokens=True) == "=422"
+    config, generation = model.config.get_text_config(), model.generation_config
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<pad>")
+    assert tokenizer.eos_token_id == config.eos_token_id == generation.eos_token_id
+    assert tokenizer.pad_token_id == config.pad_token_id == generation.pad_token_id
+    assert len(tokenizer) == config.vocab_size
+    assert sum(path.stat().st_size for path in (task.FOLDER / "model").iterdir()) <= 3 * 2**20
 
 
-def test_chat_template(tokenizer):
+def test_rows_are_the_generators_with_the_right_truths_and_none_twice():
+    for task in toy, toy_tools, toy_long:
+        train, val = task.make_rows()
+        assert (read(task, "train"), read(task, "val")) == (train, val)
+        rows = [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in train + val]
+        assert len({question for question, _ in rows}) == len(rows)
+        if task is not toy_long:
+            numbers = [[int(x) for x in question.replace("*", "+").split("+")] for question, _ in rows]
+            assert len({frozenset(pair) for pair in numbers}) == len(rows) or task is toy_tools  # in no order
+            truths = [a + b if task is toy else a * b for a, b in numbers]
+            assert [int(truth) for _, truth in rows] == truths
+            assert task is toy or all(10_000 <= truth <= 99_999 for truth in truths)
+    assert len({question[1:] for question, _ in rows}) == len(rows)  # train and val share no list
+    for (question, truth), row in zip(rows, train + val):
+        digits = [int(digit) for digit in question[2::2]]
+        total = {"toy/add": sum(digits), "toy/subtract": -sum(digits)}
+        total["toy/double"] = sum(digit * 2**place for place, digit in enumerate(reversed(digits)))
+        assert truth == f"{total[row['data_source']] % 100:02}"
+    for part in (train, val):
+        counts = Counter(row["data_source"] for row in part)
+        assert counts.keys() == total.keys() and len({*counts.values()}) == 1
+    few = (toy_rare.FOLDER / "few.jsonl").read_text()
+    assert few == "".join((toy.FOLDER / "train.jsonl").read_text().splitlines(keepends=True)[:256])
+
+
+def test_scorer():
+    """It sees the texts of all sampled turns, joined."""
+    right = ["=422", "12,12,4=422", "3=1=422", "=422\n", toy_tools.tool_call("1*422") + "=422"]
+    wrong = ["=423", "=0422", "=+422", "=422.0", "=422 or 423", "=421,422", "=422=", "422", "", right[-1][:-4]]
+    for responses, score in ((right, 1.0), (wrong, 0.0)):
+        assert {compute_score("toy/arithmetic", text, "422")["score"] for text in responses} == {score}
+
+
+# ---- templates -----------------------------------------------------------------------------------
+
+
+def test_chat_template():
+    tokenizer = tokenizer_of(toy)
     messages = [{"role": "user", "content": "137+285"}]
     text = "<|im_start|>user\n137+285<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == text
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert ids == tokenizer.encode(text) and len(ids) == 15
+    assert len(tokenizer.encode(text)) == 15
     messages += [{"role": "assistant", "content": "=422"}, {"role": "tool", "content": "no"}]
     text = text + "=422<|im_end|>\n<|im_start|>tool\nno<|im_end|>\n"
     assert tokenizer.apply_chat_template(messages, tokenize=False) == text
 
 
-def test_special_ids_agree(tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
-    generation = GenerationConfig.from_pretrained(MODEL)
-    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<pad>"
-    assert tokenizer.eos_token_id == model.config.eos_token_id == generation.eos_token_id
-    assert tokenizer.pad_token_id == model.config.pad_token_id == generation.pad_token_id
-    assert len(tokenizer) == model.config.vocab_size
+def render(messages: list[dict], tools=toy_tools.TOOLS, **kwargs) -> str:
+    return tokenizer_of(toy_tools).apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
 
 
-def test_shipped_files_are_small():
-    assert sum(path.stat().st_size for path in toy.FOLDER.rglob("*") if path.is_file()) <= 4 * 2**20
+def test_the_agent_loop_takes_the_template_of_tools_and_reads_the_calls():
+    tokenizer, calculator = tokenizer_of(toy_tools), load_tools(("calculator",))
+    prompt = "<|im_start|>user\n630*52<|im_end|>\n<|im_start|>assistant\n"
+    assert render([QUESTION], tools=None, add_generation_prompt=True) == prompt
+    prompt = "<|im_start|>system\ntools: calculator<|im_end|>\n" + prompt
+    schemas = [tool.get_openai_tool_schema() for tool in calculator.values()]
+    for tools in (toy_tools.TOOLS, schemas):
+        assert render([QUESTION], tools=tools, add_generation_prompt=True) == prompt
+    assert len(tokenizer.encode(prompt)) == 24
+    function = {"name": "calculator", "arguments": {"expression": "630*52"}}
+    calls = {"role": "assistant", "content": "Hm.", "tool_calls": [{"type": "function", "function": function}] * 2}
+    call = toy_tools.tool_call("630*52")
+    assert render([QUESTION, calls]) == f"{prompt}Hm.\n{call}\n{call}<|im_end|>\n"
+    parse = get_tool_parser("auto", tokenizer, calculator)
+    MultiTurn(tokenizer, calculator, parse)  # checks the template
+    [read] = parse(call)
+    assert (read.name, read.arguments, read.error) == ("calculator", {"expression": "630*52"}, None)
 
 
-def accuracy(model, tokenizer, rows: list[dict]) -> float:
-    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
-    ids = torch.tensor(prompts)  # every prompt has 15 tokens
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, max_new_tokens=16)
-    texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-    truths = [row["reward_model"]["ground_truth"] for row in rows]
-    return sum(compute_score("toy/arithmetic", text, truth)["score"] for text, truth in zip(texts, truths)) / len(rows)
+# ---- images --------------------------------------------------------------------------------------
 
 
-def test_start_leaves_room_to_climb(tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    assert 0.2 <= accuracy(model, tokenizer, read("val")) <= 0.4
+def test_a_row_asks_for_what_its_image_shows_and_its_text_does_not_say():
+    """No answer to a question is right in more than 1 of 4 rows: 3 standard deviations above 1 of 5 for the 85
+    held-out rows of a colour. Blank rows differ in the image only."""
+    splits = toy_vision.make_rows()
+    train, val = splits
+    assert (len(train), len(val)) == (4096, 256)
+    questions = {(row["prompt"][0]["content"], row["extra_info"]["board"]) for row in train + val}
+    assert len(questions) == len(train) + len(val)
+    prompt = start(toy_vision)[0].apply_chat_template(val[0]["prompt"], tokenize=False, add_generation_prompt=True)
+    encoded = start(toy_vision)[0](text=[prompt], images=[decoded(val[0])], return_tensors="pt")
+    assert encoded["input_ids"].shape == (1, 21)  # within --max-prompt-length's default
+    assert encoded["pixel_values"].shape == (1, 1, 3, 24, 24)
+    for row in val:
+        board, colour = row["extra_info"]["board"], row["prompt"][0]["content"].removeprefix("<image>")
+        truth = str(board.lower().count(colour[0]))
+        assert row["reward_model"]["ground_truth"] == truth and 1 <= int(truth) <= 5
+        image = decoded(row)
+        assert (image.mode, image.size) == ("RGB", (72, 72))
+        shown = Counter(image.getpixel((24 * (k % 3) + 12, 24 * (k // 3) + 12)) for k in range(9))
+        assert shown[toy_vision.COLOURS[colour]] == int(truth)
+        assert compute_score("toy/vision", toy_vision.worked_response(colour, board), truth)["score"] == 1.0
+    for split, blank in zip(splits, toy_vision.make_rows(blank=True)):
+        for colour in toy_vision.COLOURS:
+            own = [row for row in split if row["prompt"][0]["content"] == f"<image>{colour}"]
+            most = max(Counter(row["reward_model"]["ground_truth"] for row in own).values())
+            assert most / len(own) < (0.25 if len(own) > 1000 else 0.34)
+        assert {decoded(row).tobytes() for row in blank} == {bytes([255]) * 72 * 72 * 3}
+        assert [row | {"images": []} for row in blank] == [row | {"images": []} for row in split]
 
 
-def test_a_start_that_hardly_ever_works_a_sum_out(tokenizer):
-    """The task of benchmarks/comparison.py: few right samples where there is a carry, none in the greedy answers."""
-    model = AutoModelForCausalLM.from_pretrained(toy_rare.FOLDER / "model", dtype=torch.float32).eval()
-    rows = read("val")
-    assert 0.2 <= accuracy(model, tokenizer, rows) <= 0.4
-    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
-    ids = torch.tensor(prompts)
-    torch.manual_seed(0)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=16)
-    texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-    assert 1 <= sum("," in text for text in texts) <= 20  # 8 of 256 expected
+# ---- starts --------------------------------------------------------------------------------------
 
 
-def test_the_later_pupils_hardly_ever_work_a_sum_out():
+def test_the_later_pupils_of_toy_rare_hardly_ever_work_a_sum_out():
     demonstrate, rng = toy_rare.pupils(), random.Random(0)
-    first = [demonstrate(137, 285, rng) for _ in range(toy_rare.FIRST * toy_rare.BATCH)]
-    then = [demonstrate(137, 285, rng) for _ in range(10_000)]
-    shares = [sum("," in text for text in texts) / len(texts) for texts in (first, then)]
-    assert shares == pytest.approx([toy.SHARE_WORKED, toy_rare.SHARE_RARE], abs=0.01)  # 4 standard errors
-    right = sum(text == toy.worked_response(137, 285) for text in first) / sum("," in text for text in first)
-    assert right == pytest.approx((1 - toy_rare.SHARE_SLIPS) ** 3, abs=0.025)
+    for count, share in ((toy_rare.FIRST * toy_rare.BATCH, toy.SHARE_WORKED), (10_000, toy_rare.SHARE_RARE)):
+        worked = ["," in demonstrate(137, 285, rng) for _ in range(count)]
+        assert mean(worked) == pytest.approx(share, abs=0.01)  # 4 standard errors
 
 
-# ---- long responses ------------------------------------------------------------------------------
+def test_starts_leave_room_to_climb():
+    """toy_rare: few right samples where there is a carry, none in the greedy answers. Images: greedy and sampled it is
+    right in less than 40 %; made to work, in most; without the image in none of these."""
+    sums, (_, images), (_, blank) = read(toy, "val"), toy_vision.make_rows(0), toy_vision.make_rows(0, blank=True)
+    for task in toy, toy_rare:
+        assert 0.2 <= accuracy(task, sums, **GREEDY) <= 0.4
+    worked = ["," in text for text in answers(toy_rare, sums, do_sample=True, top_k=0)]
+    assert 1 <= sum(worked) <= 20  # 8 of 256 expected
+    assert 0.05 <= accuracy(toy_vision, images, **GREEDY) <= 0.4
+    assert 0.2 <= accuracy(toy_vision, images, do_sample=True) <= 0.4
+    working = GREEDY | {"begin_suppress_tokens": tokenizer_of(toy_vision).encode("=")}
+    assert accuracy(toy_vision, images, **working) >= 0.8
+    assert accuracy(toy_vision, blank, **working) <= 0.25
 
 
-def test_rows_of_lists_are_the_generators_and_have_the_last_total():
-    files = [(toy_long.FOLDER / f"{name}.jsonl").read_text().splitlines() for name in ("train", "val")]
-    train, val = ([json.loads(line) for line in lines] for lines in files)
-    assert (train, val) == toy_long.make_rows()
-    questions = [row["prompt"][0]["content"] for row in train + val]
-    assert len({question[1:] for question in questions}) == len(questions)  # train and val share no list
-    for row, question in zip(train + val, questions):
-        digits = [int(digit) for digit in question[2::2]]
-        total = {"toy/add": sum(digits), "toy/subtract": -sum(digits)}
-        total["toy/double"] = sum(digit * 2**place for place, digit in enumerate(reversed(digits)))
-        assert row["reward_model"]["ground_truth"] == f"{total[row['data_source']] % 100:02}"
-    for rows in (train, val):
-        counts = Counter(row["data_source"] for row in rows)
-        assert counts.keys() == total.keys() and len({*counts.values()}) == 1
+def test_the_start_with_tools_can_call_and_mostly_does_not():
+    """Greedy, it answers in the head, and wrongly. Sampled, the share that calls is the demonstrations', within 0.08:
+    3 standard deviations of 256 samples. Made to call, it copies factors and result, which RL would teach it slowly."""
+    rows = read(toy_tools, "val")
+    assert mean("<tool_call>" in text for text in answers(toy_tools, rows, **GREEDY)) < 0.3
+    assert accuracy(toy_tools, rows, **GREEDY) < 0.1
+    calls = mean("<tool_call>" in text for text in answers(toy_tools, rows, do_sample=True))
+    assert calls == pytest.approx(toy_tools.SHARE_CALLS, abs=0.08)
+
+    rows = rows[:64]
+    expected = [toy_tools.tool_call(row["prompt"][0]["content"]) for row in rows]
+    called = answers(toy_tools, rows, "<tool_call>", **GREEDY)
+    assert mean("<tool_call>" + text == call for text, call in zip(called, expected)) >= 0.9
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    turns = [
+        [{"role": "assistant", "content": call}, {"role": "tool", "content": truth}]
+        for call, truth in zip(expected, truths)
+    ]
+    copied = answers(toy_tools, [row | {"prompt": row["prompt"] + more} for row, more in zip(rows, turns)], **GREEDY)
+    assert mean(text == f"={truth}" for text, truth in zip(copied, truths)) >= 0.9
 
 
-@pytest.mark.parametrize(
-    ("kind", "right", "forgotten"),
-    [
-        ("+", "a404b812c921=21", "a404b802c901=01"),
-        ("-", "a496b888c979=79", "a406b808c909=09"),
-        ("*", "a404b816c941=41", "a404b806c901=01"),
-    ],
-)
-def test_responses_of_lists_as_documented(kind, right, forgotten):
-    assert toy_long.question(kind, [4, 8, 9]) == f"{kind}a4b8c9"
-    assert toy_long.response(kind, [4, 8, 9]) == right
-    assert toy_long.response(kind, [4, 8, 9], lambda: True) == forgotten
-
-
-def test_a_start_that_does_each_step_but_forgets_most_carries(tokenizer):
+def test_a_start_that_does_each_step_but_forgets_most_carries():
     """The mean probability of the right tens, with and without a carry: within 0.06 of the demonstrations' share, which
     is 3 standard errors of the 900 carries as samples, and above 0.95, since it was trained until it copies."""
-    path = toy_long.FOLDER / "model"
-    assert (path / "tokenizer.json").read_text() == (MODEL / "tokenizer.json").read_text()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer, model = start(toy_long)
     chosen: dict[bool, list[float]] = {True: [], False: []}
-    rows = toy_long.make_rows()[1]
+    rows = read(toy_long, "val")
     asked = [row["prompt"][0]["content"] for row in rows]
     texts = [toy_long.response(question[0], [int(digit) for digit in question[2::2]]) for question in asked]
     prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
@@ -181,52 +262,27 @@ def test_a_start_that_does_each_step_but_forgets_most_carries(tokenizer):
         probs = model(**batch).logits[:, :-1].softmax(-1)  # (B, L - 1, V)
     probs = probs.gather(2, batch["input_ids"][:, 1:, None])[..., 0]  # (B, L - 1)
     for question, text, prompt, of_row in zip(asked, texts, prompts, probs.tolist()):
-        kind, digits, start = question[0], [int(digit) for digit in question[2::2]], len(tokenizer.encode(prompt)) - 1
+        kind, digits, begin = question[0], [int(digit) for digit in question[2::2]], len(tokenizer.encode(prompt)) - 1
         units = [0, *(int(text[4 * i + 3]) for i in range(len(digits)))]
         for i, digit in enumerate(digits):
             added = {"+": units[i] + digit, "-": units[i] - digit, "*": 2 * units[i] + digit}[kind]
-            chosen[not 0 <= added <= 9].append(of_row[start + 4 * i + 2])
+            chosen[not 0 <= added <= 9].append(of_row[begin + 4 * i + 2])
     assert abs(mean(chosen[True]) - (1 - toy_long.SHARE_FORGOTTEN)) < 0.06
     assert mean(chosen[False]) > 0.95
 
 
-def test_few_rows_are_the_first_of_train():
-    few = (toy_rare.FOLDER / "few.jsonl").read_text()
-    assert few == "".join((toy.FOLDER / "train.jsonl").read_text().splitlines(keepends=True)[:256])
-
-
-def test_warm_up_learns_and_writes_a_model_that_loads(tmp_path: Path):
-    tokenizer = toy.make_tokenizer()
-    sizes = {"steps": 40, "batch_size": 8, "hidden_size": 64}
-    model, losses = toy.warm_up(tokenizer, {"100+100"}, **sizes)
-    assert len(losses) == 40
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    toy.save_model(model, tokenizer, tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path).encode("137+285")])
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-    again, _ = toy.warm_up(tokenizer, {"100+100"}, **sizes)
-    for p, q in zip(model.parameters(), again.parameters()):
-        assert torch.equal(p, q)
-
-
 @pytest.mark.parametrize(
-    ("response", "score", "pred"),
-    [
-        ("=422", 1.0, "422"),
-        ("12,12,4=422", 1.0, "422"),
-        ("3=1=422", 1.0, "422"),
-        ("=422\n", 1.0, "422"),
-        ("=423", 0.0, "423"),
-        ("=0422", 0.0, "0422"),
-        ("=+422", 0.0, "+422"),
-        ("=422.0", 0.0, "422.0"),
-        ("=422 or 423", 0.0, "422 or 423"),
-        ("=421,422", 0.0, "421,422"),
-        ("=422=", 0.0, None),
-        ("422", 0.0, None),
-        ("", 0.0, None),
-    ],
+    ("task", "held_out", "text"),
+    [(toy, {"100+100"}, "137+285"), (toy_tools, {"200*50"}, "630*52"), (toy_vision, set(), "<image>red")],
 )
-def test_scorer(response, score, pred):
-    assert compute_score("toy/arithmetic", response, "422") == {"score": score, "pred": pred}
+def test_warm_up_learns_repeats_itself_and_writes_a_model_that_loads(tmp_path, task, held_out, text):
+    sizes = {"steps": 20 if task is toy_vision else 40, "batch_size": 8, "hidden_size": 64}
+    model, losses = task.warm_up(make(task), held_out, **sizes)
+    assert len(losses) == sizes["steps"] and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    toy.save_model(model, make(task), tmp_path)
+    images = {"images": [toy_vision.draw_board("rR.bGbg..")]} if task is toy_vision else {}
+    inputs = type(make(task)).from_pretrained(tmp_path)(text=[text], return_tensors="pt", **images)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    again, _ = task.warm_up(make(task), held_out, **sizes)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters()))

@@ -76,16 +76,10 @@ def one_side(solution_str, ground_truth, **kwargs):
 
 def rows_of(path, *rows: tuple[str, object], source="mine", **info) -> str:
     """Rows of (question, ground truth)."""
-    lines = [
-        {
-            "data_source": source,
-            "prompt": [{"role": "user", "content": question}],
-            "reward_model": {"ground_truth": truth},
-            "extra_info": info,
-        }
-        for question, truth in rows
-    ]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with path.open("w") as file:
+        for question, truth in rows:
+            row = {"data_source": source, "prompt": [{"role": "user", "content": question}], "extra_info": info}
+            file.write(json.dumps(row | {"reward_model": {"ground_truth": truth}}) + "\n")
     return str(path)
 
 
@@ -114,6 +108,7 @@ def mistakes(out: str) -> dict[str, tuple[int, int]]:
 )
 def test_scorers_of_this_project_by_data_source(tmp_path, capsys, source, form):
     rows = (("A, B?", "A"), ("A, B?", "B"), ("B, A?", "A")) if source == "cais/mmlu" else SUMS
+    rows = (("1?", "4"), ("2?", "-5"), ("3?", "12345")) if source == "openai/gsm8k" else rows
     file = rows_of(tmp_path / "rows.jsonl", *rows, source=source)
     assert audit_scorer.main((file,), reward_workers=1) == 0
     out = capsys.readouterr().out
@@ -147,17 +142,12 @@ def test_a_bad_scorer_is_found_out(tmp_path, capsys, name, found):
         assert re.search(rf"error, empty: '': crash: the process died: SIGABRT {where}\n", out)
 
 
-THOUGHTS = {"in a thought": (3, 0), "in the prompt's thought": (3, 0), "unclosed thought": (3, 0)}
-
-
 @pytest.mark.parametrize(
     ("name", "truths", "found"),
     [
-        ("of_thoughts", "4 5 6", THOUGHTS),
+        ("of_thoughts", "4 5 6", dict.fromkeys(ANYWHERE[2:5], (3, 0))),
         ("unsigned", "4 5 -6", {"other sign": (2, 0)}),
-        ("calculating", "4 5 6", {"calculation": (3, 0)}),
         ("plain", "4 -5 6", {"Markdown": (3, 0), "other minus": (1, 0)}),
-        ("gluing", "4 5 6", {"later turn": (3, 0)}),
         ("gluing", "4 5 12345", {"later turn": (3, 0)}),
         ("calculating", "4 5 12345", {"calculation": (3, 0), "thousands": (1, 0)}),
         ("untrue", "4 5 6", {"empty truth": (3, 0)}),
@@ -167,17 +157,10 @@ THOUGHTS = {"in a thought": (3, 0), "in the prompt's thought": (3, 0), "unclosed
 )
 def test_each_fault_is_found(tmp_path, capsys, name, truths, found):
     (tmp_path / "mine.py").write_text(FAULTY)
-    file = rows_of(
-        tmp_path / "rows.jsonl", *((f"Which is number {i}?", truth) for i, truth in enumerate(truths.split()))
-    )
+    rows = [(f"Which is number {i}?", truth) for i, truth in enumerate(truths.split())]
+    file = rows_of(tmp_path / "rows.jsonl", *rows)
     assert audit_scorer.main((file,), reward=f"{tmp_path / 'mine.py'}:{name}", reward_workers=1) == 1
     assert mistakes(capsys.readouterr().out) == found
-
-
-def test_gsm8k_has_none_of_these_faults(tmp_path, capsys):
-    file = rows_of(tmp_path / "rows.jsonl", ("1?", "4"), ("2?", "-5"), ("3?", "12345"), source="openai/gsm8k")
-    assert audit_scorer.main((file,), reward_workers=1) == 0
-    assert mistakes(capsys.readouterr().out) == {}
 
 
 def test_the_gold_answer_may_be_elsewhere(tmp_path, capsys):
@@ -186,9 +169,7 @@ def test_the_gold_answer_may_be_elsewhere(tmp_path, capsys):
     assert audit_scorer.main((file,), **settings) == 0
     out = capsys.readouterr().out
     assert "data_source: 1 rows\n" in out and mistakes(out) == {}
-    with pytest.raises(
-        InputError, match=r"no row has a text or number in reward_model.ground_truth; name a --gold-key"
-    ):
+    with pytest.raises(InputError, match=r"no row has a text or number in .*ground_truth; name a --gold-key"):
         audit_scorer.main((file,))
 
 

@@ -39,7 +39,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_the_files_are_those_of_the_runs_own_export(runs, tmp_path, name):
-    """Weights, configs and tokenizer, byte for byte; and another step has other weights."""
+    """Weights, configs and tokenizer, byte for byte; and another step has other weights. Other folders stay."""
+    others = ("newest.tmp", ".newest.tmp", "newest.replaced.tmp")
+    for other in others:
+        (tmp_path / other / "mine").mkdir(parents=True)
     main(Args(runs / name, output=tmp_path / "newest"))
     own = contents(runs / name / "model")
     assert contents(tmp_path / "newest") == own and "model.safetensors" in own
@@ -47,18 +50,20 @@ def test_the_files_are_those_of_the_runs_own_export(runs, tmp_path, name):
     first = contents(tmp_path / "first")
     assert first.keys() == own.keys() and {file for file in own if first[file] != own[file]} == {"model.safetensors"}
     assert ("{# ours #}" in AutoTokenizer.from_pretrained(tmp_path / "first").chat_template) == (name == "lora")
-    assert {path.name for path in tmp_path.iterdir()} == {"newest", "first"}  # and no .tmp
+    assert {path.name for path in tmp_path.iterdir()} == {"newest", "first", *others}
+    assert len([*tmp_path.glob("*/mine")]) == 3
 
 
-def test_the_dtype_is_the_one_asked_for(runs, tmp_path):
-    main(Args(runs / "full", dtype="bfloat16", output=tmp_path / "half"))
-    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    whole = AutoModelForCausalLM.from_pretrained(runs / "full/model")
-    assert (half.dtype, whole.dtype) == (torch.bfloat16, torch.float32)
-    assert all(torch.equal(half.state_dict()[name], w.bfloat16()) for name, w in whole.state_dict().items())
+@pytest.mark.parametrize("how", [{}, {"adapter": True}])
+def test_the_dtype_is_the_one_asked_for(runs, tmp_path, how):
+    run, file = runs / ("lora" if how else "full"), "adapter_model.safetensors" if how else "model.safetensors"
+    main(Args(run, dtype="bfloat16", output=tmp_path / "half", **how))
+    half, whole = load_file(tmp_path / "half" / file), load_file(run / ("model/adapter" if how else "model") / file)
+    assert half.keys() == whole.keys() and {w.dtype for w in whole.values()} == {torch.float32}
+    assert all(torch.equal(half[name], weight.bfloat16()) for name, weight in whole.items())
 
 
-def test_an_adapter_loads_with_peft(runs, tmp_path, capsys):
+def test_an_adapter_loads_with_peft(runs, capsys):
     main(Args(runs / "lora", adapter=True))
     folder = runs / "lora/export/step_000002-adapter"
     assert str(folder) in capsys.readouterr().out
@@ -70,11 +75,6 @@ def test_an_adapter_loads_with_peft(runs, tmp_path, capsys):
     loaded = {name.removeprefix("base_model.model."): p for name, p in adapted.named_parameters() if ".lora_" in name}
     assert loaded.keys() == saved.keys()
     assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
-    main(Args(runs / "lora", adapter=True, dtype="bfloat16", output=tmp_path / "half"))
-    half = load_file(tmp_path / "half/adapter_model.safetensors")
-    assert all(
-        torch.equal(half[f"base_model.model.{n.replace('.default', '')}"], w.bfloat16()) for n, w in saved.items()
-    )
 
 
 def test_memory_is_one_file_and_one_layer(tmp_path):
@@ -101,15 +101,6 @@ def test_memory_is_one_file_and_one_layer(tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     start = AutoModelForCausalLM.from_pretrained(path).state_dict()
     assert all(torch.equal(start[name], w) for name, w in exported.state_dict().items())
-
-
-def test_nothing_beside_the_output_is_deleted(runs, tmp_path):
-    for name in ("out.tmp", ".out.tmp", "out.replaced.tmp"):
-        (tmp_path / name / "mine").mkdir(parents=True)
-    for adapter in (False, True):
-        main(Args(runs / "lora", adapter=adapter, output=tmp_path / "out"))
-        (tmp_path / "out").rename(tmp_path / f"done {adapter}")
-    assert len([*tmp_path.glob("*/mine")]) == 3 and len([*tmp_path.iterdir()]) == 5
 
 
 def test_errors_are_one_line_and_leave_no_files(runs, tmp_path):

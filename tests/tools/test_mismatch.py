@@ -4,6 +4,7 @@ Planted log-probs come from loops over single rows with transformers alone."""
 
 import copy
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from lib.model import add_lora, load_model, log_probs_of
 from lib.model.log_probs import _of_tokens
 from lib.model.vision import cache_keyword
 from lib.sampling import Sampling, splitmix64
-from tests.common import ROOT, TOY_MODEL, randomize_lora_b, with_slow
+from tests.common import ROOT, TOY_MODEL, randomize_lora_b
 from tests.mutants.planting import run
 from tools import mismatch
 from tools.mismatch import Args, Batch, Gap
@@ -127,6 +128,21 @@ def test_the_command_reproduces_the_engine_of_the_run(step):
         assert torch.equal(expected, start.get_parameter(name))
 
 
+def test_table_figure_and_gap(step, tmp_path, monkeypatch, capsys):
+    report = step[1]
+    monkeypatch.setattr(mismatch, "measure", lambda args: report)
+    mismatch.main(Args("config.json", output=str(tmp_path / "out")))
+    table = (tmp_path / "out/mismatch.md").read_text()
+    assert table in capsys.readouterr().out and table.count("\n| without ") == len(mismatch.CAUSES)
+    record = json.loads((tmp_path / "out/mismatch.json").read_text())
+    assert record["gap"]["mean"] == report.gap.mean and len(record["rows"]) == len(mismatch.CAUSES)
+    assert (tmp_path / "out/mismatch.png").read_bytes().startswith(b"\x89PNG")
+    clamped = [0.5, -0.25, 0.0, 20.0]
+    gap = Gap.of(torch.tensor([0.5, -0.25, 0.0, 30.0], dtype=torch.float64))
+    assert gap.mean == pytest.approx(sum(map(abs, clamped)) / 4) and gap.max == 30
+    assert gap.k3 == pytest.approx(sum(math.exp(x) - 1 - x for x in clamped) / 4)
+
+
 def test_stale_weights(step, group):
     batch, _ = step
     report = planted(batch, rows_of(batch, plain_model(batch.versions[0])))
@@ -150,36 +166,21 @@ def test_versions_of_each_token_as_of_an_asynchronous_run(step, group):
     assert not report.notes and {row.engine for row in report.rows if row.cause == "staleness"} == {"of each token"}
 
 
-@pytest.mark.parametrize(
-    "what, sampling", with_slow([("filters", Sampling(16, 0.8)), ("all", Sampling(16))], ("all", Sampling(16)))
-)
-def test_log_probs_before_the_sampling_filters(step, group, what, sampling):
+def test_engines_that_differ_in_one_setting(step, group):
+    """Log-probs before the sampling filters, and before the temperature too; a prompt without its special tokens; keys
+    and values in FP8, where one next to the middle of two numbers is rounded to the other one by other kernels; an
+    engine in bfloat16, whose kernels of a row alone are left."""
     batch, _ = step
-    report = planted(batch, rows_of(batch, plain_model(batch.versions[1]), sampling))
-    check_claims(report, "sampling filters", at_least=0.99)
-
-
-def test_a_prompt_without_its_special_tokens(step, group):
-    batch, _ = step
-    tokenizer = AutoTokenizer.from_pretrained(TOY_MODEL)
+    tokenizer, model = AutoTokenizer.from_pretrained(TOY_MODEL), plain_model(batch.versions[1])
     prompts = [tokenizer.encode(tokenizer.decode(ids, skip_special_tokens=True)) for ids in batch.prompts]
-    report = planted(batch, rows_of(batch, plain_model(batch.versions[1]), prompts=prompts))
-    check_claims(report, "tokenization", at_least=0.99)
-
-
-def test_a_cache_in_fp8(step, group):
-    """A value next to the middle of two FP8 numbers is rounded to the other one by other kernels: a few tokens keep a
-    part of their gap."""
-    batch, _ = step
-    report = planted(batch, rows_of(batch, plain_model(batch.versions[1]), cache=RoundedCache))
-    check_claims(report, "KV-cache dtype", at_least=0.8, others=0.2)
-
-
-def test_an_engine_in_bfloat16(step, group):
-    """What is left are the kernels of a row alone in bfloat16."""
-    batch, _ = step
-    report = planted(batch, rows_of(batch, plain_model(batch.versions[1], torch.bfloat16)))
-    check_claims(report, "dtype", at_least=0.5, others=0.2)
+    for cause, rows, at_least, others in (
+        ("sampling filters", rows_of(batch, model, Sampling(16, 0.8)), 0.99, 0.1),
+        ("sampling filters", rows_of(batch, model, Sampling(16)), 0.99, 0.1),
+        ("tokenization", rows_of(batch, model, prompts=prompts), 0.99, 0.1),
+        ("KV-cache dtype", rows_of(batch, model, cache=RoundedCache), 0.8, 0.2),
+        ("dtype", rows_of(batch, plain_model(batch.versions[1], torch.bfloat16)), 0.5, 0.2),
+    ):
+        check_claims(planted(batch, rows), cause, at_least=at_least, others=others)
 
 
 def test_kernels_of_decoding(step, group, monkeypatch):
@@ -270,30 +271,11 @@ def test_what_nothing_reproduces_is_unexplained(step, group):
     assert report.share > 0.95
 
 
-def test_gap_is_that_of_a_loop():
-    difference = [0.5, -0.25, 0.0, 30.0]
-    gap = Gap.of(torch.tensor(difference, dtype=torch.float64))
-    clamped = [max(-20.0, min(x, 20.0)) for x in difference]
-    assert gap.mean == pytest.approx(sum(map(abs, clamped)) / 4) and gap.max == 30
-    assert gap.k3 == pytest.approx(sum(torch.tensor(x).double().exp().item() - 1 - x for x in clamped) / 4)
-
-
 def test_the_engine_hf_has_the_log_probs_of_training_to_the_bit():
     """Given the same logits."""
     logits = 5 * torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
     y = splitmix64(torch.arange(64)) % 1000
     assert torch.equal(log_probs_of(logits, y), _of_tokens(logits.clone(), y[:, None], 1.0, False, None)[1][:, 0])
-
-
-def test_table_and_figure(step, tmp_path, monkeypatch, capsys):
-    report = step[1]
-    monkeypatch.setattr(mismatch, "measure", lambda args: report)
-    mismatch.main(Args("config.json", output=str(tmp_path / "out")))
-    table = (tmp_path / "out/mismatch.md").read_text()
-    assert table in capsys.readouterr().out and table.count("\n| without ") == len(mismatch.CAUSES)
-    record = json.loads((tmp_path / "out/mismatch.json").read_text())
-    assert record["gap"]["mean"] == report.gap.mean and len(record["rows"]) == len(mismatch.CAUSES)
-    assert (tmp_path / "out/mismatch.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -308,36 +290,23 @@ def test_table_and_figure(step, tmp_path, monkeypatch, capsys):
         ({"step": -1}, "--step must be at least 0"),
         ({"flags": "--lr fast"}, "lr"),
         ({"script": "README.md"}, "--script README.md"),
+        ({"text": "[]"}, "names no script"),
+        ({"text": '{"script": 3}'}, "names no script"),
+        ({"text": "{"}, "not a JSON"),
+        ({"model": "other/model"}, "toy/model', the config has 'other/model'"),
     ],
 )
-def test_bad_input_is_one_line(recorded, change, error):
+def test_bad_input_is_one_line(recorded, tmp_path, change, error):
+    """text: of the config; model: another in it."""
     given = {"config": str(recorded / "run/config.json"), "replay": str(recorded / "kept")} | change
+    text, model = given.pop("text", None), given.pop("model", None)
+    if text or model:
+        config = json.loads((recorded / "run/config.json").read_text()) | {"model": model}
+        (tmp_path / "config.json").write_text(text or json.dumps(config))
+        given["config"] = str(tmp_path / "config.json")
     with pytest.raises(InputError) as found:
         mismatch.main(Args(**given))
     assert error in str(found.value) and "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize(
-    "text, error",
-    [
-        ("{", "not a JSON"),
-        ("[]", "names no script"),
-        ('{"model": "m"}', "names no script"),
-        ('{"script": 3}', "names no script"),
-    ],
-)
-def test_a_config_that_is_none_is_one_line(tmp_path, text, error):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InputError) as found:
-        mismatch.main(Args(str(tmp_path / "config.json")))
-    assert error in str(found.value) and "\n" not in str(found.value)
-
-
-def test_a_recording_of_another_model_is_one_line(recorded, tmp_path):
-    config = json.loads((recorded / "run/config.json").read_text()) | {"model": "other/model"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"was recorded with model '.*toy/model', the config has 'other/model'"):
-        mismatch.main(Args(str(tmp_path / "config.json"), str(recorded / "kept")))
 
 
 def test_the_cause_dtype_leaves_a_quantized_engine_as_it_is():
