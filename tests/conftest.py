@@ -32,6 +32,7 @@ def pytest_addoption(parser):
     parser.addoption("--shuffle", type=int, metavar="SEED", help="the tests of a file, and the files, in another order")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest puts the tests with one value of a fixture side by side
 def pytest_collection_modifyitems(config, items):
     """The longest files first: processes take whole files, and would wait for the one that has the last."""
     for item in items:
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(config, items):
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
     files = list(dict.fromkeys(item.path for item in items))
-    items.sort(key=lambda item: (rank(item), files.index(item.path)))
+    items.sort(key=lambda item: (rank(item), files.index(item.path), bool(item.get_closest_marker("last"))))
 
 
 MANY = 500  # modules

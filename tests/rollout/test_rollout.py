@@ -88,7 +88,7 @@ def build(name, path, folder, max_length=64, **more):
 
 
 @pytest.fixture(scope="module", params=["hf", "vllm"])
-def engine_and_model(request, world, tmp_path_factory):
+def engine_of_file(request, world, tmp_path_factory):
     if request.param == "vllm":
         pytest.importorskip("vllm")
         import bm25s  # noqa: F401  a run with the search tool has it before vLLM, whose start must survive it
@@ -99,9 +99,14 @@ def engine_and_model(request, world, tmp_path_factory):
         if request.param == "vllm":  # a step ahead, as on a GPU
             patch.setattr("vllm.config.VllmConfig.max_concurrent_batches", 2)
         engine, model = build(request.param, path, folder / "engine", max_length=128, block_size=32)
-    sync_weights(engine, model, 0, tolerance=TOLERANCE)
     yield engine, model
     close(engine)
+
+
+@pytest.fixture
+def engine_and_model(engine_of_file):
+    sync_weights(*engine_of_file, 0, tolerance=TOLERANCE)
+    return engine_of_file
 
 
 def text_log_probs(model, ids):
@@ -716,6 +721,7 @@ def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
         engine.generate(random_prompts(1), Sampling(2), [1])
 
 
+@pytest.mark.last  # NaN stays in the cache's blocks, and attention on a CPU multiplies it by 0
 def test_log_probs_that_are_not_finite_are_the_policys_fault(engine_and_model):
     """Weights of 1e30, as --lr 1e30 leaves them: each is finite, what is computed from them is not. Embeddings stay, as
     those of tokens that no row has do."""
@@ -737,7 +743,7 @@ def test_no_step_runs_while_weights_change(engine_and_model, monkeypatch):
     queue, running = engine.llm.llm_engine.engine_core.engine_core.batch_queue, []
     start = engine.llm.start_weight_update
     monkeypatch.setattr(engine.llm, "start_weight_update", lambda: (running.append(len(queue)), start()))
-    for version in range(2):
+    for version in (1, 2):
         sync_weights(engine, model, version, tolerance=TOLERANCE)
         engine.generate(random_prompts(6), Sampling(8), [*range(6)])
         assert len(queue) == 1  # a step that no request needs
@@ -751,7 +757,6 @@ def test_no_step_runs_while_weights_change(engine_and_model, monkeypatch):
         patch.setattr(engine.llm, "sleep", lambda level: running.append(len(queue)))
         engine.sleep()
     assert running == [0, 0, 0]
-    sync_weights(engine, model, 2, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize(("version", "blamed"), [(0, "--model"), (7, "--lr")])

@@ -947,8 +947,8 @@ def test_a_server_that_hangs(monkeypatch):
         weights._finish([Future()])
 
 
+@pytest.mark.last
 def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
-    """Last: the server is of no use after it."""
     url, path, process = server
     engine, model = build(url, path, tmp_path / "engine")
     idle, _ = build(url, path, tmp_path / "idle")
