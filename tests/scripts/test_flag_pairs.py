@@ -698,25 +698,25 @@ def args_of(script, flags: str):
         (grpo, "--rollout-correction.reject seq_mean_k1=0.2,5", REJECTED),
     ],
 )
-def test_an_update_without_a_trained_token_moves_nothing(world, script, flags, change):
+def test_an_update_without_a_trained_token_moves_nothing(one_rank, script, flags, change):
     """Momentum and weight decay would move the weights all the same. Of four mini-batches one has a token."""
     args = args_of(script, f"--num-mini-batches 4 {flags}")
     rows = of_groups(args, change, SCORED, change, change)
-    [logged], gradients = run_script(script, args, [[rows]], world)
+    [logged], gradients = run_script(script, args, [[rows]], one_rank)
     models = 2 if script is ppo else 1
     assert len(gradients) == models and logged["training/empty_updates"] == 3 * models
     assert logged["training/skipped_updates"] == 0
 
 
 @pytest.mark.parametrize(("old", "new"), [(0, 4), (1, 1), (3, 1), (2, 2), (0, 1), (1, 0), (3, 0)])
-def test_dapo_deals_leftovers_and_fillers_out_to_the_mini_batches(world, old, new):
+def test_dapo_deals_leftovers_and_fillers_out_to_the_mini_batches(one_rank, old, new):
     """Of the groups of a kind, each mini-batch has as many as any other, or one more. The first, at the weights that
     sampled, has one of this step, so each step measures the mismatch."""
     for parts in 2, 4:
         args = args_of(dapo, f"--num-mini-batches {parts}")
         rows = of_groups(args, *[SCORED] * (old + new), *[EQUAL] * (PROMPTS - new))
         leftovers, batch = rows[: old * args.group_size], rows[old * args.group_size :]
-        [logged], gradients = run_script(dapo, args, [[batch]], world, leftovers)
+        [logged], gradients = run_script(dapo, args, [[batch]], one_rank, leftovers)
         assert "rollout/k3" in logged
         assert len(gradients) == min(old + new, parts)
 
