@@ -43,10 +43,15 @@ def pytest_collection_modifyitems(config, items):
         folder = item.path.parent.name
         return FIRST.index(folder) if folder in FIRST else len(FIRST)
 
+    order = {item: n for n, item in enumerate(items, start=1)}
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
     files = list(dict.fromkeys(item.path for item in items))
-    items.sort(key=lambda item: (rank(item), files.index(item.path), bool(item.get_closest_marker("last"))))
+
+    def place(item):
+        return rank(item), files.index(item.path), order[item] if item.get_closest_marker("in_order") else 0
+
+    items.sort(key=place)
 
 
 MANY = 500  # modules

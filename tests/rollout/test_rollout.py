@@ -721,7 +721,7 @@ def test_a_skipped_sync_stops_the_run(engine_and_model, monkeypatch):
         engine.generate(random_prompts(1), Sampling(2), [1])
 
 
-@pytest.mark.last  # NaN stays in the cache's blocks, and attention on a CPU multiplies it by 0
+@pytest.mark.in_order  # NaN stays in the cache's blocks, and attention on a CPU multiplies it by 0
 def test_log_probs_that_are_not_finite_are_the_policys_fault(engine_and_model):
     """Weights of 1e30, as --lr 1e30 leaves them: each is finite, what is computed from them is not. Embeddings stay, as
     those of tokens that no row has do."""

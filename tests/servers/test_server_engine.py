@@ -71,6 +71,7 @@ from tests.common import (
 )
 from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, on_policy, perturb, random_prompts
 
+pytestmark = pytest.mark.in_order  # runs take the server from one another
 MAX_LENGTH = 400
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
 
@@ -947,7 +948,6 @@ def test_a_server_that_hangs(monkeypatch):
         weights._finish([Future()])
 
 
-@pytest.mark.last
 def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
     url, path, process = server
     engine, model = build(url, path, tmp_path / "engine")
