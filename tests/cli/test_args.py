@@ -343,8 +343,8 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     again = tmp_path / "again"
     ran(fork("grpo", again, "--config", str(config), "--clip-ratio-low", "0.1", "--run-name", "run"))
     now = json.loads((again / "run/config.json").read_text())
-    differ = {name for name in now if now[name] != dumped[name]}
-    assert differ == {"output_dir", "run_name", "config", "history", "clip_ratio_low", "no_effect"}
+    differ = {name for name in now if now[name] != dumped[name]} - {"history"}  # it has the second of the start
+    assert differ == {"output_dir", "run_name", "config", "clip_ratio_low", "no_effect"}
     (tmp_path / "flags.yaml").write_text("prompts_per_step: 10\nmulti_turn:\n  max_turns: 0\n")
     with pytest.raises(InputError, match=r"--multi-turn\.max-turns 0: must be above 0"):
         parse_flags(grpo.Args, ["--config", str(tmp_path / "flags.yaml")])
