@@ -44,12 +44,14 @@ def pytest_collection_modifyitems(config, items):
         return FIRST.index(folder) if folder in FIRST else len(FIRST)
 
     order = {item: n for n, item in enumerate(items, start=1)}
-    if (seed := config.getoption("--shuffle")) is not None:
+    seed = config.getoption("--shuffle")
+    if seed is not None:
         random.Random(seed).shuffle(items)
     files = list(dict.fromkeys(item.path for item in items))
 
     def place(item):
-        return rank(item), files.index(item.path), order[item] if item.get_closest_marker("in_order") else 0
+        has_group = seed is not None and "world" in item.fixturenames  # behind the tests that fork ranks
+        return rank(item), files.index(item.path), has_group, order[item] if item.get_closest_marker("in_order") else 0
 
     items.sort(key=place)
 
