@@ -71,7 +71,7 @@ def sizes_of_files() -> dict[str, int]:
         "flags of grpo.py": len([*walk(grpo.Args())]),
         "lines of --help": len(output_of(sys.executable, "grpo.py", "--help")),
         "words of docs": sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md")),
-        "lines of tests": 41845sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")),
+        "lines of tests": sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")),
         "entries at the top": sum(not name.startswith(".") for name in top),
     }
 
