@@ -138,7 +138,7 @@ except BlockingIOError:
         (FORKS, 0, "limited"),
         ("trap '' TERM INT HUP; while :; do :; done", 124, ""),
         ("yes", (1, 153), "bytes left out"),  # EFBIG or SIGXFSZ
-        ("rm -rf /app/*; head -c 100M /dev/zero > /app/file; ls -s /app/file; rm /app/file", 0, "8192 /app/file"),
+        ("head -c 100M /dev/zero > /app/file; ls -s /app/file; rm /app/file", 0, "8192 /app|8188 /app"),
         ("for i in $(seq 9); do head -c 1M /dev/zero > /app/$i; done; rm /app/?", 0, "No space left"),
         ("python3 -c \"open('/app/hole', 'w').truncate(2**40)\"", 1, "File too large"),
         ("python3 -c 'b = bytes(2**30)'", 1, "MemoryError"),
