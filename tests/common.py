@@ -497,9 +497,11 @@ class Handler(BaseHTTPRequestHandler):
 def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Its URL, without a path, on this machine."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def wait_until(done: Callable[[], Any], seconds: float = 60.0) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from lib import InputError
 from lib.data import remote
 from lib.data.dataset import data_sources_of
-from tests.common import ROOT, TOY_MODEL, fork, full_disk, ran, run_ranks
+from tests.common import ROOT, TOY_MODEL, Handler, fork, full_disk, http_server, ran, run_ranks
 
 ROWS = (ROOT / "data/toy/val.jsonl").read_bytes()
 FORK = multiprocessing.get_context("fork")
@@ -186,7 +185,7 @@ def test_a_full_or_unwritable_cache_is_one_line(shop, cache):
 def server():
     """Serves `files` under `url`. asked: the requests; before_get: called before the first byte of an answer."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Files(Handler):
         def do_HEAD(self):
             served.asked.append(f"{self.command} {self.path}")
             path = self.path.partition("?")[0]
@@ -210,15 +209,9 @@ def server():
 
         do_GET = do_HEAD
 
-        def log_message(self, *_):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     served = SimpleNamespace(files={"/rows.jsonl": ROWS}, asked=[], before_get=lambda: None)
-    served.url = f"http://127.0.0.1:{http.server_port}"
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield served
-    http.shutdown()
+    with http_server(Files) as served.url:
+        yield served
 
 
 def test_https_like_files_come_by_one_request_and_no_signature_is_shown(cache, server):

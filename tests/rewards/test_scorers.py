@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from rewards import format as form
 from rewards import math as math_reward
 from rewards.answers import last_boxed, last_tagged
 from rewards.reasoning_gym import dump_entry
+from tests.common import Handler, http_server
 from tests.rewards.test_math import BRACKETS
 
 ROOT = Path(__file__).parents[2]
@@ -511,9 +511,9 @@ def judge_server(reply):
     headers, body)."""
     requests = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Judge(Handler):
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = self.body()
             key = self.headers["Authorization"] or self.headers["x-api-key"]
             requests.append({"path": self.path, "key": key, **body})
             answer = reply(body["messages"][0]["content"], len(requests))
@@ -529,18 +529,8 @@ def judge_server(reply):
             with suppress(ConnectionError):  # the client may have heard enough
                 self.wfile.write(content)
 
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", requests
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with http_server(Judge) as url:
+        yield f"{url}/v1", requests
 
 
 def judged(reply, response="It is 4.", truth="4", info={"question": "2+2?"}, function=judge.compute_score, **kwargs):  # noqa: B006
