@@ -34,7 +34,8 @@ UNBOUNDED = {"simple_integration", "intermediate_integration"}  # sympy.simplify
 
 
 def dump_entry(value):
-    """`value` in JSON types: a tuple as {"__tuple__": [...]}, a dict with keys other than str as {"__dict__": pairs}.
+    """`value` in JSON types: a tuple as {"__tuple__": [...]}, a Fraction as {"__fraction__": [1, 2]}, a dict with keys
+    other than str as {"__dict__": pairs}.
 
     Raises TypeError on a value of any other type.
     """
@@ -42,6 +43,8 @@ def dump_entry(value):
         value = value.item()
     if isinstance(value, tuple):
         return {"__tuple__": [dump_entry(item) for item in value]}
+    if isinstance(value, Fraction):
+        return {"__fraction__": value.as_integer_ratio()}
     if isinstance(value, list):
         return [dump_entry(item) for item in value]
     if isinstance(value, dict):
@@ -60,6 +63,8 @@ def load_entry(value):
     if isinstance(value, dict):
         if value.keys() == {"__tuple__"}:
             return tuple(load_entry(item) for item in value["__tuple__"])
+        if value.keys() == {"__fraction__"}:
+            return Fraction(*value["__fraction__"])
         if value.keys() == {"__dict__"}:
             return {load_entry(key): load_entry(item) for key, item in value["__dict__"]}
         return {key: load_entry(item) for key, item in value.items()}

@@ -255,11 +255,10 @@ class Run:
         step = int(saved.name.removeprefix("step_"))
         export = f"python -m tools.export {shlex.quote(str(self.folder))} --step {step}"
         print(f"a checkpoint as a model: {export}", flush=True)
-        if self.config.get("lr_schedule") == "constant":  # another would have ended with the last step
-            more = ["--total-steps", str(2 * self.last_step)]
-            if self.args.stop_when:
-                more += ["--stop-when", ""]
-            print(f"more steps: {self._command_to_resume('|total-steps')} {shlex.join(more)}", flush=True)
+        if self.config.get("lr_schedule") == "constant" and not self.args.replay:  # else none is left
+            goal = " --stop-when ''" * bool(self.args.stop_when)
+            more = f"{self._command_to_resume('|total-steps')} --total-steps {2 * self.last_step}{goal}"
+            print(f"more steps: {more}", flush=True)
 
     def _command_to_resume(self, without: str = "") -> str:
         command = re.sub(rf" --(run-name|resume{without})[= ]('[^']*'|\S+)", "", self.command)

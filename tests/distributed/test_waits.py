@@ -35,6 +35,7 @@ from tests.common import (
     fork,
     free_port,
     save_tiny,
+    wait_until,
 )
 
 WAIT_S = 60  # for what has to come in that time at the latest
@@ -206,8 +207,7 @@ def test_the_end_of_the_store_ends_the_job_at_once(tmp_path, store, start_ranks)
         hang()
 
     ranks = start_ranks(2, compute)
-    while len(list(tmp_path.glob("computes*"))) < 2:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("computes*"))) == 2, WAIT_S)
     store.clear()
     assert [exit_code(rank) for rank in ranks] == [124, 124]
     for rank in ("0", "1"):
@@ -413,9 +413,7 @@ def test_the_end_of_the_launcher_ends_its_ranks_at_once(tmp_path):
     """Also where the store is not the launcher's. Rank 0 waits in a collective, until its watcher sees it."""
     job, log = job_of(ONE_NODE, "orphaned", tmp_path)
     assert job.wait(WAIT_S) == -signal.SIGKILL
-    deadline = time.monotonic() + WAIT_S
-    while any(psutil.pid_exists(pid_of(rank, log)) for rank in (0, 1)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not any(psutil.pid_exists(pid_of(rank, log)) for rank in (0, 1)), WAIT_S)
     said = log.read_text()
     # in probe.py, or in run() with what the collective raised when rank 1 was gone before
     assert re.search(r"LauncherLost: rank 0 in step 3 reward \((probe|launch)\.py:", said)
@@ -427,9 +425,7 @@ def test_the_end_of_the_launcher_ends_its_ranks_at_once(tmp_path):
 def test_a_stopped_rank_ends_the_job_at_the_deadline_and_the_launcher_repeats_the_reason(tmp_path):
     """The launcher would wait another half minute for the stopped rank to follow SIGTERM."""
     job, log = job_of(TORCHRUN, "SIGSTOP", tmp_path)
-    deadline = time.monotonic() + WAIT_S
-    while "closing signal SIGTERM" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: "closing signal SIGTERM" in log.read_text(), WAIT_S)
     with suppress(ProcessLookupError):  # the launcher has ended it, where this test comes half a minute late
         os.kill(pid_of(1, log), signal.SIGCONT)
     assert job.wait(WAIT_S) != 0

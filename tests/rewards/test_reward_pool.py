@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from lib.model import load_tokenizer
 from lib.reward import pool, supervisor
 from lib.reward.scorer import check_keywords, load_scorers
 from lib.reward.scores import RewardManager, Rewards, correlation, reward_components
-from tests.common import TOY_MODEL, is_alive, run_ranks
+from tests.common import TOY_MODEL, is_alive, run_ranks, wait_until
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1.0  # of scorers that hang
@@ -57,12 +56,8 @@ def untimed(metrics: dict) -> dict:
     return {key: metric for key, metric in metrics.items() if not key.startswith("perf/")}
 
 
-def wait_until_gone(pids, seconds=20.0) -> set[int]:
-    """The processes that are still there in the end; a zombie is gone."""
-    deadline = time.monotonic() + seconds
-    while (left := {pid for pid in pids if is_alive(pid)}) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
+def wait_until_gone(pids) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.fixture
@@ -84,7 +79,7 @@ def manager_of(tmp_path):
     for manager in managers:
         pids = processes_of(manager)
         manager.close()
-        assert not wait_until_gone(pids)
+        wait_until_gone(pids)
 
 
 def processes_of(manager: RewardManager) -> list[int]:
@@ -242,7 +237,7 @@ def hostile(tmp_path_factory):
     yield manager
     pids = processes_of(manager)
     manager.close()
-    assert not wait_until_gone(pids)
+    wait_until_gone(pids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -262,7 +257,7 @@ def test_a_hostile_scorer_costs_its_sample_and_no_other(kind, hostile, capfd):
     assert (kind == "print_endlessly()") == ("scorer hostile.score: xxxx" in out)
     child = hostile.folder / "child.pid"
     if child.exists():  # with its worker, whatever session it is in
-        assert not wait_until_gone([int(child.read_text())])
+        wait_until_gone([int(child.read_text())])
         child.unlink()
     assert (Path.cwd(), dict(os.environ)) == (here, environment)
     calm = hostile.submit(batch_of(["1"] * 20)).get()
@@ -509,9 +504,7 @@ def hanging_trainer(tmp_path):
     """With the supervisor's descendants: two workers hang, one of them with a child."""
     kinds = "fork_and_hang_twice()", "hang_ignoring_signals()"
     trainer, supervisor, loader = trainer_of(tmp_path / "hostile.py", HOSTILE, *kinds)
-    deadline = time.monotonic() + 60
-    while len(supervisor.children(recursive=True)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(supervisor.children(recursive=True)) == 3)
     return trainer, supervisor, loader, supervisor.children(recursive=True)
 
 
@@ -525,7 +518,7 @@ def test_no_process_outlives_the_trainer(tmp_path, dies_by):
     trainer.send_signal(dies_by)
     trainer.wait(60)
     try:
-        assert not wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
+        wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
     finally:
         loader.kill()
         trainer.stdout.close()
@@ -538,7 +531,7 @@ def test_no_process_outlives_a_trainer_that_has_stopped_reading(tmp_path):
     pids = [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
     trainer.kill(), trainer.wait(), trainer.stdout.close()
     try:
-        assert not wait_until_gone(pids)
+        wait_until_gone(pids)
     finally:
         loader.kill()
 
@@ -548,7 +541,8 @@ def test_no_worker_outlives_the_supervisor(tmp_path):
     direct = [worker.pid for worker in supervisor.children()]
     supervisor.kill()
     try:
-        assert len(direct) == 2 and not wait_until_gone(direct)
+        assert len(direct) == 2
+        wait_until_gone(direct)
     finally:
         for process in [*workers, loader]:
             with suppress(psutil.NoSuchProcess):

@@ -113,6 +113,12 @@ def test_every_task_survives_json_and_is_scored_as_in_memory(task):
     assert (entry["answer"] is None) == (task in NO_ORACLE)
 
 
+def test_an_entry_with_a_fraction_survives_json():
+    entry = reasoning_gym.create_dataset("gsm_symbolic", seed=3, size=25)[24]
+    assert gym_reward.load_entry(json.loads(json.dumps(gym_reward.dump_entry(entry)))) == entry
+    assert "__fraction__" in json.dumps(gym_reward.dump_entry(entry))
+
+
 def truth_of(task, **kwargs):
     entry = reasoning_gym.create_dataset(task, seed=1, size=1, **kwargs)[0]
     truth = json.dumps({"task": task, "task_kwargs": kwargs, "entry": gym_reward.dump_entry(entry)})

@@ -1,6 +1,5 @@
 """Prompts with images in the engines: hf in all families of models, vLLM (real, on the CPU) with an Idefics3."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from lib.rollout.engine import add_responses, check_expanded
 from lib.rollout.vllm_engine import VLLMEngine
 from lib.rollout.vllm_start import save_files
 from servers import engine as server_engine
-from tests.common import MROPE, VISION, serve, tiny_vision, tiny_vision_config, vision_batch, with_slow
+from tests.common import MROPE, VISION, serve, tiny_vision, tiny_vision_config, vision_batch, wait_until, with_slow
 from tests.data.test_vision_rows import mrope_processor, with_ids_of
 from tests.rollout.test_rollout import close, perturb
 from tests.servers.test_server_engine import check_versions, generated_tokens
@@ -379,8 +378,7 @@ def test_a_response_with_an_image_goes_on_with_new_weights(served, processor, mo
     old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     before = generated_tokens(engine)
     responses = engine.start(prompts, sampling, list(range(8)))
-    while generated_tokens(engine) < before + 10 * 8:
-        time.sleep(0.01)
+    wait_until(lambda: generated_tokens(engine) >= before + 10 * 8, 300)
     perturb(model, 0.1)
     sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
     out = engine.collect(prompts, sampling, responses)

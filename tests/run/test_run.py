@@ -57,6 +57,7 @@ from tests.common import (
     ran,
     rollouts,
     run_ranks,
+    wait_until,
     with_slow,
 )
 
@@ -713,8 +714,7 @@ def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, l
     how["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
     job = subprocess.Popen(arguments, **how)
     try:
-        while not (tmp_path / "run/checkpoints/step_000002").exists() and job.poll() is None:
-            time.sleep(0.05)
+        wait_until((tmp_path / "run/checkpoints/step_000002").exists, 300)
         if launcher == PYTHON:
             os.killpg(job.pid, signal.SIGSTOP)  # it has its lock and takes no time
             for more in (["--resume", "auto"], ["--val-only", "--resume", "auto"]):
@@ -726,9 +726,7 @@ def test_ctrl_c_ends_in_a_line_with_the_command_that_goes_on(source, tmp_path, l
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while "interrupted" not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: "interrupted" in log.read_text())
     *others, last = log.read_text().splitlines()
     newest = newest_complete(tmp_path / "run/checkpoints").name
     start, typed = last.split(": ", 1)

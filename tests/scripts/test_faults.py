@@ -25,7 +25,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.common import ROOT, SMALL, fork, metrics, ran, rollouts, with_slow
+from tests.common import ROOT, SMALL, fork, metrics, ran, rollouts, wait_until, with_slow
 from tests.scripts.test_scripts import TOOLS, saved
 
 STEPS = 3
@@ -168,10 +168,7 @@ def play(seed: int, folder: Path, whole: Callable[[str], Path]) -> list[tuple[st
         assert rollouts(run) == rollouts(other)
         mine, theirs = (saved(at / f"checkpoints/step_{STEPS:06}") for at in (run, other))
         assert mine == theirs, [file for file in theirs if mine.get(file) != theirs[file]]
-    deadline = time.monotonic() + 120  # workers end by themselves without their rank
-    while (left := left_behind(folder)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert left == []
+    wait_until(lambda: not left_behind(folder), 120)  # workers end by themselves without their rank
     return endings
 
 

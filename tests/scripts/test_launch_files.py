@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from torch._inductor import config as inductor_config
 
-from tests.common import PYTHON, ROOT, SMALL, TOY, environment, fork, free_port, metrics, ran
+from tests.common import PYTHON, ROOT, SMALL, TOY, environment, fork, free_port, metrics, ran, wait_until
 from tests.scripts.test_scripts import saved
 
 LAUNCH = ROOT / "tools/launch"
@@ -170,8 +169,8 @@ def test_two_nodes_go_on_after_kills_and_train_as_two_ranks_of_one_node(tmp_path
     env = environment() | {"GPUS": "1", "PORT": str(free_port()), "PET_MAX_RESTARTS": "1"}
 
     def rank_after(step: int, node: int) -> psutil.Process:
-        while not (tmp_path / f"run/checkpoints/step_{step:06}").exists() and job.poll() is None:
-            time.sleep(0.02)
+        saved = tmp_path / f"run/checkpoints/step_{step:06}"
+        wait_until(lambda: saved.exists() or job.poll() is not None, 300)
         of_node = [p for p in processes_of(job) if p.environ().get("GROUP_RANK") == str(node)]
         return min(of_node, key=psutil.Process.create_time)  # what it starts is younger
 

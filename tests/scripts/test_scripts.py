@@ -5,7 +5,6 @@ import contextlib
 import functools
 import json
 import shutil
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from tests.common import (
     rollouts,
     started,
     unexplained_metrics,
+    wait_until,
     with_slow,
 )
 
@@ -281,9 +281,7 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
     # before the kill FSDP2, after it ZeRO-1, as the run that is not interrupted
     endless = command(script, tmp_path, *args, "1000", "--run-name", "killed", "--sharding", "fsdp2", launcher=[])
     with started(endless, ranks) as processes:
-        while not target.exists() and all(process.is_alive() for process in processes):
-            time.sleep(0.01)
-        assert target.exists()
+        wait_until(target.exists, 300)
         family = [p for process in processes for p in psutil.Process(process.pid).children(recursive=True)]
         for member in [*processes, *family]:  # in the middle of a later step
             with contextlib.suppress(psutil.NoSuchProcess):  # reward workers end by themselves without their rank

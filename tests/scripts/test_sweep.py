@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -14,7 +13,7 @@ import yaml
 import grpo
 from lib import InputError
 from lib.run.lock import take_lock
-from tests.common import ROOT, parse_flags
+from tests.common import ROOT, parse_flags, wait_until
 from tools.launch.sweep import Args, main, read_sweep
 
 SCRIPT = """
@@ -184,8 +183,7 @@ def test_ctrl_c_ends_it(sweep, tmp_path):
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
     job = subprocess.Popen(command, env={"PYTHONPATH": str(ROOT)}, start_new_session=True, stderr=subprocess.PIPE)
     signal.signal(signal.SIGINT, ignored)
-    while not (tmp_path / "slow").exists() and job.poll() is None:
-        time.sleep(0.02)
+    wait_until((tmp_path / "slow").exists, 300)
     os.killpg(job.pid, signal.SIGINT)
     job.communicate(timeout=300)
     assert job.returncode and not (tmp_path / "seen").exists()
