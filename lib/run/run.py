@@ -259,11 +259,11 @@ class Run:
             more = ["--total-steps", str(2 * self.last_step)]
             if self.args.stop_when:
                 more += ["--stop-when", ""]
-            command = re.sub(r" --total-steps[= ]\S+", "", self._command_to_resume())
-            print(f"more steps: {command} {shlex.join(more)}", flush=True)
+            print(f"more steps: {self._command_to_resume('|total-steps')} {shlex.join(more)}", flush=True)
 
-    def _command_to_resume(self) -> str:
-        return f"{self.command} --run-name {shlex.quote(self.name)} --resume auto"
+    def _command_to_resume(self, without: str = "") -> str:
+        command = re.sub(rf" --(run-name|resume{without})[= ]('[^']*'|\S+)", "", self.command)
+        return f"{command} --run-name {shlex.quote(self.name)} --resume auto"
 
     def _wait_for_writers(self) -> None:
         for writing in (self._saving, self._writing):
