@@ -319,7 +319,7 @@ class MultiTurnArgs:
     interaction: Annotated[str, FILES] = ""
     """reasoning_gym, openenv:URL, gym:path/to/file.py:Class, verifiers:NAME or path/to/file.py:Class"""
     parser: str = "auto"
-    """format of tool calls: auto (by the chat template), hermes, llama3_json, qwen3_coder, vllm:NAME"""
+    """tool-call format: auto (by the chat template), hermes, llama3_json, qwen3_coder, vllm:NAME"""
     max_turns: Annotated[int, Gt(0)] = 8
     """maximum number of policy turns in an episode"""
     max_tool_calls: Annotated[int, Gt(0)] = 4

@@ -73,7 +73,7 @@ class RunArgs(Group):
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
     """print sizes, FLOPs and memory of a step on this many GPUs, and stop"""
     plan: Annotated[str, NOT_COMPARED] = ""
-    """with --dry-run: predict a step's seconds by response lengths: auto or a run's folder (docs/scaling.md)"""
+    """with --dry-run: predict seconds of a step; response lengths: auto or a run's (docs/scaling.md)"""
     memory_check: Annotated[bool, NOT_COMPARED] = True
     """on a GPU, estimate the memory at the start and reject flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"
