@@ -26,7 +26,7 @@ from agent.tools.base import readable, say, show_once, story
 from lib import InputError
 from lib.data.vision import Media, media_of
 from lib.data_proto import DataProto
-from lib.distributed import Metric
+from lib.distributed import Metric, all_gather_lists
 from lib.rollout import Generated, RolloutEngine, Sampling, SteppedEngine, add_responses
 from lib.rollout.engine import REPORT_S, Response, add_weight_versions, report_states, row_limits
 
@@ -97,9 +97,12 @@ class Episodes:
         return requests
 
     def _as_batch(self, prompts: DataProto, requests: list[AsyncRolloutRequest], errors: list) -> DataProto:
-        """The prompts with their episodes. errors: what each raised. Raises InputError if all failed. A collective."""
-        if all(error is not None for error in errors):
-            raise InputError(f"multi-turn: all {len(requests)} episodes failed, the first with{story(errors[0])}")
+        """The prompts with their episodes. errors: what each raised. Raises InputError if those of all ranks
+        failed. A collective."""
+        worked = all_gather_lists([error is None for error in errors])
+        if not any(worked):
+            [first, *_] = all_gather_lists([story(error) for error in errors[:1]])
+            raise InputError(f"multi-turn: all {len(worked)} episodes failed, the first with{first}")
         for request, error in zip(requests, errors):
             if error is not None:
                 request.finish_reason = FinishReason.ERROR

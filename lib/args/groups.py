@@ -57,7 +57,7 @@ class ModelArgs(Group):
     lora_target_modules: str = "all-linear"
     """layers that get adapters: all-linear, or a regular expression such as .*[qkvo]_proj"""
     freeze: str = ""
-    """vision, tower, projector or a regular expression: parameters that are not trained"""
+    """parameters that are not trained: vision, tower, projector or a regular expression for whole names"""
 
     auto_recomputed = 0.0  # no flag: what auto is here; lib.setup.choose_by_memory sets it
 

@@ -74,15 +74,17 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def check_names(args: RunArgs, samples: Mapping[str, int]) -> None:
-    """Raises InputError if --keep-best or --stop-when names a mean that no validation has.
+    """Raises InputError if --keep-best or --stop-when names a mean@n, pass@k, best@k or maj@k that no validation has.
 
     samples: number for a prompt, by data source; empty if unknown. What scorers give besides is known later."""
     stop = StopWhen.parse(args.stop_when).metric if args.stop_when else ""
     flags = {f"--keep-best {args.keep_best}": args.keep_best, f"--stop-when {args.stop_when!r}": stop}
     for flag, name in flags.items():
-        mean = re.match(r"val/(.+/)mean@(\d+)", name)
-        if mean is None or not samples:
+        parts = re.match(r"val/(.+/)(mean|pass|best|maj)@(\d+)", name)
+        if parts is None or not samples:
             continue
-        if not any(mean[1].startswith(f"{source}/") and int(mean[2]) == n for source, n in samples.items()):
+        whose, kind, k = parts[1], parts[2], int(parts[3])
+        of_source = [n for source, n in samples.items() if whose.startswith(f"{source}/")]
+        if not any(k == n or (kind != "mean" and k < n and k.bit_count() == 1) for n in of_source):  # 1, 2, 4 ... n
             known = [f"val/{source}/mean@{n}" for source, n in samples.items()]
             raise InputError(f"{flag}: no such metric of validation; {_near(name, known)}")

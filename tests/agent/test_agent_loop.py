@@ -729,6 +729,16 @@ def test_ranks_with_different_numbers_of_turns(tmp_path):
     assert metrics == metrics2 and metrics["agent/turns_mean"] == 3
 
 
+def plays_one(world):
+    how, fails = settings(interaction=User), {"fail_at": 1} if world.rank == 0 else {}
+    out, _ = play(how, ["a" + END, "b" + END], interaction_kwargs=[fails])
+    return out.non_tensor_batch["finish_reason"].tolist()
+
+
+def test_all_episodes_of_one_rank_may_fail():
+    assert run_ranks(2, plays_one) == [["error"], ["stop"]]
+
+
 @pytest.fixture(scope="module", params=["hf", "vllm"])
 def engine_and_model(request, world, tmp_path_factory):
     if request.param == "vllm":

@@ -100,7 +100,7 @@ def test_a_run_goes_on_without_a_metric_that_only_some_steps_have(name, capsys):
         assert goals.reached(training | rows | {name: 0.25}) == 0.25 and goals.reached(training | rows) is None
 
 
-@pytest.mark.parametrize("name", ["val/toi/mean@1", "val/toy/mean@2", "val/toy/acc/mean@4"])
+@pytest.mark.parametrize("name", ["val/toi/mean@1", "val/toy/mean@2", "val/toy/acc/mean@4", "val/toy/pass@4"])
 def test_a_mean_that_no_validation_has_is_refused_before_a_model_loads(name):
     for flag, run in ({"--keep-best": RunArgs(keep_best=name), "--stop-when": RunArgs(stop_when=f"{name}<1")}).items():
         said = f"{flag} .*{name}.*: no such metric of validation; near: .*val/toy/mean@1"
@@ -109,7 +109,7 @@ def test_a_mean_that_no_validation_has_is_refused_before_a_model_loads(name):
 
 
 def test_a_mean_that_a_validation_may_have_passes():
-    for name in ("val/toy/mean@1", "val/toy/acc/mean@1", "val/other/data/mean@4"):
+    for name in ("val/toy/mean@1", "val/toy/acc/mean@1", "val/other/data/mean@4", "val/other/data/pass@2"):
         check_names(RunArgs(keep_best=name, stop_when=f"{name}/ci_low > 0.5"), {"toy": 1, "other/data": 4})
     check_names(RunArgs(stop_when="val/unscored > 0"), {"toy": 1})
 
