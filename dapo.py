@@ -57,7 +57,7 @@ class Args(shared.ScriptArgs, script="dapo"):
     """grpo: grpo_advantages in this script; the others are in lib/core_algos/advantages.py (docs/algorithms.md)"""
     adv_kwargs: tuple[str, ...] = ()
     """hyper-parameters of --adv-estimator, NAME=VALUE, such as epsilon=1e-4 (docs/defaults.md has the names).
-    singleton=zero: advantage 0, not its reward, for a response that is alone in its group"""
+    singleton=zero: a response alone in its group has advantage 0 instead of its reward"""
     zero_variance: Literal["keep", "mask", "drop_from_denominator", "refill"] = "refill"
     """groups with equal scores: keep; mask: exclude from the loss; drop_from_denominator: also from its denominator;
     refill: replace them by groups of other prompts"""
@@ -101,7 +101,7 @@ class Args(shared.ScriptArgs, script="dapo"):
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
     kl_estimator: shared.KLEstimator | None = None
-    """KL estimator (docs/algorithms.md); empty: k3+, which has the gradient of the KL, in the loss, k1 in the reward"""
+    """KL estimator (docs/algorithms.md); empty: k3+ in the loss (the gradient of the KL), k1 in the reward"""
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None

@@ -28,7 +28,7 @@ from lib.cli.flags import Ge, Gt, Interval, read_flags
 
 @dataclass
 class Args(shared.ScriptArgs, script="ppo"):
-    """PPO: RL with a critic as baseline (GAE)."""
+    """PPO: the baseline is a critic (GAE)."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)
@@ -54,7 +54,7 @@ class Args(shared.ScriptArgs, script="ppo"):
     gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """discount of a token's reward"""
     gae_lambda: Annotated[float, Interval(ge=0, le=1)] = 1.0
-    """lambda of GAE: 1 uses the rewards to come (high variance), 0 the critic's next value (high bias)"""
+    """lambda of GAE: 1 uses future rewards (high variance), 0 the critic's next value (high bias)"""
     gae_lambda_policy: Annotated[float | None, Interval(ge=0, le=1)] = None
     """VAPO: lambda of the policy's advantages; --gae-lambda is then only for the critic's returns"""
     length_adaptive_alpha: Annotated[float | None, Gt(0)] = None
@@ -66,7 +66,7 @@ class Args(shared.ScriptArgs, script="ppo"):
     critic_lr: Annotated[float, Ge(0)] = 1e-5
     """learning rate of the critic, with the policy's schedule"""
     critic_warmup_steps: Annotated[int, Ge(0)] = 0
-    """number of first steps in which only the critic learns"""
+    """number of initial steps in which only the critic trains"""
     cliprange_value: Annotated[float, Gt(0)] = 0.5
     """clip range of a value around its prediction before the step's updates, in units of the reward"""
 
@@ -100,7 +100,7 @@ class Args(shared.ScriptArgs, script="ppo"):
     kl_coef: Annotated[float, Ge(0)] = 0.001
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
     kl_estimator: shared.KLEstimator | None = None
-    """KL estimator (docs/algorithms.md); empty: k3+, which has the gradient of the KL, in the loss, k1 in the reward"""
+    """KL estimator (docs/algorithms.md); empty: k3+ in the loss (the gradient of the KL), k1 in the reward"""
     kl_placement: Literal["loss", "reward"] = "reward"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None

@@ -25,7 +25,7 @@ from lib.cli.flags import Ge, Gt, Interval, read_flags
 
 @dataclass
 class Args(shared.ScriptArgs, script="remax"):
-    """ReMax: RL with the reward of a greedy response as baseline."""
+    """ReMax: the baseline is the reward of a greedy response."""
 
     run: shared.RunArgs = field(default_factory=shared.RunArgs)
     model: shared.ModelArgs = field(default_factory=shared.ModelArgs)
@@ -77,7 +77,7 @@ class Args(shared.ScriptArgs, script="remax"):
     kl_coef: Annotated[float, Ge(0)] = 0.0
     """beta, weight of the KL to the start model; at 0 no reference model is loaded"""
     kl_estimator: shared.KLEstimator | None = None
-    """KL estimator (docs/algorithms.md); empty: k3+, which has the gradient of the KL, in the loss, k1 in the reward"""
+    """KL estimator (docs/algorithms.md); empty: k3+ in the loss (the gradient of the KL), k1 in the reward"""
     kl_placement: Literal["loss", "reward"] = "loss"
     """add the KL to the loss, or subtract it from the reward of each token"""
     kl_target: Annotated[float | None, Gt(0)] = None

@@ -29,7 +29,7 @@ class Column(NamedTuple):
 
 TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
     "lib/data/dataset.py: __getitem__": (
-        Column("data_source", "B", "str", "names the scorer of the row", "rewards", saved=": str"),
+        Column("data_source", "B", "str", "selects the row's scorer", "rewards", saved=": str"),
         Column("raw_prompt", "B", "list", "the prompt's messages", "agent, samples", saved="prompt, row_hash"),
         Column("raw_prompt_ids", "B", "list", "the prompt's tokens, images not expanded", "engines, replay"),
         Column("reward_model", "B", "dict", "ground_truth, and more for the scorer", "rewards", saved="ground_truth"),
@@ -59,10 +59,10 @@ TABLE: dict[str, tuple[Column, ...]] = {  # by the function that writes them
         Column("finish_reason", "B", "str", "stop, length, abort, error, given, ...", "metrics", saved=": str"),
     ),
     "lib/rollout/stream.py: generate": (
-        Column("max_response_length", "B", "int", "tokens that the response might have", "engines, scorers"),
+        Column("max_response_length", "B", "int", "limit of the response's tokens", "engines, scorers"),
     ),
     "lib/rollout/stream.py: add_origin": (
-        Column("policy_version", "B", "int64", "steps that had trained the weights that sampled it", "check_rows"),
+        Column("policy_version", "B", "int64", "training steps of the weights that sampled it", "check_rows"),
     ),
     "lib/rollout/stream.py: given": (
         Column("given_mask", "B, T", "int64", "1: given by prefixes or given(), not sampled", "check_rows", "always"),

@@ -8,25 +8,25 @@ from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES, TOKEN_MASKS, Setting, se
 FILE = Path(__file__).parents[2] / "docs/defaults.md"
 TITLE = "## Which flags a run reads\n"
 HEAD = """
-A choice is the value of a flag (`loss vanilla`) or a flag that is on (`lora_rank`); with "no" it is not made. A flag in
-several rows is read under any of them. Names are as in `config.json`: `multi_turn.tools` is `--multi-turn.tools`.
+A choice is a flag's value (`loss vanilla`) or a flag that is on (`lora_rank`); "no" negates it. A flag in several rows
+is read under any of them. Names are as in `config.json`: `multi_turn.tools` is `--multi-turn.tools`.
 
 A flag on the command line that nothing reads is an error if it would change the loss or the samples. Other such flags
 are named in a line at the start, "no effect here", and in `config.json` under `no_effect`.
 
-The table is [`TABLE: tuple`](../lib/args/reads.py); `python -m docs.dev.flags` writes this section. A flag of a script
-of your own need not be there.
+The table is [`TABLE: tuple`](../lib/args/reads.py); `python -m docs.dev.flags` writes this section. Your own script's
+flags need no row.
 
-| choice | flags that act on it | [columns](columns.md) that it reads |
+| choice | flags that it reads | [columns](columns.md) that it reads |
 |---|---|---|
 """
 
 OF_DECLARED = """
 ### Losses, estimators and token masks
 
-Hyper-parameters are words NAME=VALUE of `--loss-kwargs` and `--adv-kwargs`, here with their defaults; a token mask
-takes its only one as `--token-masks m2po=0.04`. Those with a star have no effect while the ratio is 1, as with one
-update a step. Formulas: [algorithms.md](algorithms.md).
+Hyper-parameters are given as NAME=VALUE in `--loss-kwargs` and `--adv-kwargs`, here with defaults; a token mask takes
+its only one as `--token-masks m2po=0.04`. Those with a star have no effect while the ratio is 1, as with one update per
+step. Formulas: [algorithms.md](algorithms.md).
 
 | choice | hyper-parameters | columns that it reads |
 |---|---|---|

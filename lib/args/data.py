@@ -62,7 +62,7 @@ class DataArgs(Group):
     train_files: Annotated[tuple[str, ...], FILES, ROWS] = ()
     """parquet or json(l) files, also at URLs such as s3://bucket/train.parquet, or a hub data set"""
     train_weights: Annotated[tuple[float, ...], Gt(0), ROWS] = ()
-    """share of each file of --train-files among the prompts, such as 0.7 0.3; empty: by its rows"""
+    """share of each of --train-files in the prompts, such as 0.7 0.3; empty: by number of rows"""
     dataset_class: Annotated[str, FILES, ROWS] = ""
     """path/to/file.py:ClassName of your own dataset class; empty: lib/data's RLHFDataset"""
     max_prompt_length: Annotated[int, Ge(1), ROWS] = 1024

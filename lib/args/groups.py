@@ -45,7 +45,7 @@ class ModelArgs(Group):
     share_prompts: Annotated[bool, MAY_CHANGE] = True
     """compute a prompt once for its group; needs packed_sdpa or varlen (docs/performance.md)"""
     routing_replay: Literal["none", "R2", "R3"] = "none"
-    """a mixture's experts in the update: the router's, old_log_probs' (R2), the engine's (R3)"""
+    """MoE experts in the update: the router's, old_log_probs' (R2) or the engine's (R3)"""
     gradient_checkpointing: Annotated[Literal["auto", "on", "off"], SWITCH, MAY_CHANGE] = "auto"
     """recompute layers in the backward pass to save memory; auto: on a GPU as few as needed"""
     trust_remote_code: bool = False
@@ -143,7 +143,7 @@ class RolloutArgs(Group):
     rollout_engine: Annotated[str, FILES] = "auto"
     """hf, vllm, a vLLM server's URL (several: a,b), your path/to/file.py:Class; auto: vllm on a GPU"""
     rollout_gpus: Annotated[int, Ge(0), MAY_CHANGE] = 0
-    """reserve this many ranks, the last ones, for vLLM servers"""
+    """reserve the last n ranks for vLLM servers"""
     rollout_tensor_parallel_size: Annotated[int, Ge(1), MAY_CHANGE] = 1
     """split a vLLM engine or server over this many ranks"""
     gpu_memory_utilization: Annotated[float | None, Interval(gt=0, lt=1), MAY_CHANGE] = None
@@ -151,7 +151,7 @@ class RolloutArgs(Group):
     vllm_kwargs: Annotated[str, MAY_CHANGE] = "{}"
     """JSON of more EngineArgs of vLLM, such as {"kv_cache_dtype": "fp8"} (docs/rollout_engines.md)"""
     max_mismatch: Annotated[float | None, Gt(0), MAY_CHANGE] = None
-    """largest k3 in nats between engine and trainer; empty: no limit, 0.1 if quantized"""
+    """stop if k3 between engine and trainer exceeds this; empty: no limit, 0.1 if quantized"""
     agent: Annotated[str, AS_RECORDED, FILES] = ""
     """your agent, which speaks OpenAI's or Anthropic's API: path/to/file.py:function or a command"""
     agent_kwargs: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class RolloutArgs(Group):
     async_level: Annotated[int, Ge(0)] = 0
     """on servers: how many steps old the weights of a rollout may be (docs/rollout_engines.md)"""
     async_order: Literal["prompts", "finished"] = "prompts"
-    """a step trains on the groups that began first, or that finished first (--async-level 2)"""
+    """train on the groups that started first, or that finished first (--async-level 2)"""
     max_response_length: Annotated[int, Ge(1), AS_RECORDED] = 2048
     """maximum number of response tokens; with --multi-turn or --agent, of a whole episode"""
     temperature: Annotated[float, Gt(0), AS_RECORDED] = 1.0
@@ -169,7 +169,7 @@ class RolloutArgs(Group):
     top_k: Annotated[int, Ge(-1), AS_RECORDED] = -1
     """top-k sampling: sample from the k most likely tokens; -1: all tokens"""
     min_p: Annotated[float, Interval(ge=0, le=1), AS_RECORDED] = 0.0
-    """sample from tokens at least this many times as likely as the likeliest; 0: from all"""
+    """sample from tokens with at least this share of the likeliest's probability; 0: all"""
     stop: Annotated[tuple[str, ...], AS_RECORDED] = ()
     r"""strings that end a response (\n is a line break); their tokens are trained like the others"""
 
@@ -246,16 +246,16 @@ class RolloutArgs(Group):
 
 @dataclass
 class RewardArgs(Group):
-    """Who scores responses, and under what limits."""
+    """Scorers of responses and their limits."""
 
     reward: Annotated[tuple[str, ...], FILES, AS_RECORDED] = ("data_source",)
-    """scorers, added up: data_source (each row's, in rewards/) or path/to/file.py:function"""
+    """scorers, summed: data_source (by the row, in rewards/) or path/to/file.py:function"""
     reward_weights: Annotated[tuple[float, ...], Interval(ge=-1e4, le=1e4)] = ()
     """a weight for each scorer of --reward; empty: 1 each"""
     reward_kwargs: Annotated[str, AS_RECORDED] = "{}"
     """JSON of keyword arguments for every scorer, or {"file.function": {...}} for one"""
     shadow_reward: Annotated[tuple[str, ...], FILES, MAY_CHANGE] = ()
-    """scorers, as --reward, that are logged (shadow/<name>/...) and never trained on"""
+    """scorers as in --reward that are only logged, as shadow/<name>/..."""
     reward_workers: Annotated[int, Interval(ge=0, le=1024), MAY_CHANGE] = 2
     """worker processes per rank; 0: score in the training process, for breakpoint()"""
     reward_timeout: Annotated[float, Gt(0), MAY_CHANGE] = 30.0
@@ -265,9 +265,9 @@ class RewardArgs(Group):
     sandbox_level: Annotated[Literal["namespaces", "landlock", "rlimits", "none"], MAY_CHANGE] = "namespaces"
     """weakest sandbox accepted for code that a model wrote (docs/security.md)"""
     reward_failure_score: Annotated[float | None, Interval(ge=-1e12, le=1e12)] = None
-    """score where a scorer hangs, crashes or raises; empty: exclude the response"""
+    """score if a scorer hangs, crashes or raises; empty: exclude the response"""
     reward_model: Annotated[str, FILES, AS_RECORDED] = ""
-    """Hugging Face id or folder of a sequence classifier, added to the scorers' score"""
+    """Hugging Face id or folder of a sequence classifier; its score is added to --reward's"""
     reward_model_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0
     """weight of the reward model's score"""
 
@@ -285,7 +285,7 @@ class OptimizerArgs(Group):
     """Micro-batches and AdamW."""
 
     micro_batch_tokens: Annotated[int | Literal["auto"], Ge(1), MAY_CHANGE] = "auto"
-    """most tokens of a forward and backward pass on a rank; auto: 16384, more if a GPU has room"""
+    """maximum tokens of a rank's forward and backward pass; auto: 16384, more if a GPU has room"""
     lr: Annotated[float | None, Ge(0)] = None
     """learning rate; empty: 1e-6, with --lora-rank 1e-5"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -319,15 +319,15 @@ class MultiTurnArgs:
     interaction: Annotated[str, FILES] = ""
     """reasoning_gym, openenv:URL, gym:path/to/file.py:Class, verifiers:NAME or path/to/file.py:Class"""
     parser: str = "auto"
-    """of tool calls: auto (by the chat template), hermes, llama3_json, qwen3_coder, one of vLLM's"""
+    """tool-call format: auto (by the chat template), hermes, llama3_json, qwen3_coder, vllm:NAME"""
     max_turns: Annotated[int, Gt(0)] = 8
-    """maximum number of turns of the policy in an episode"""
+    """maximum number of policy turns in an episode"""
     max_tool_calls: Annotated[int, Gt(0)] = 4
-    """maximum number of tool calls in a turn, which run concurrently; the others get an error"""
+    """maximum number of concurrent tool calls in a turn; further calls get an error"""
     max_turn_tokens: Annotated[int | None, Gt(0)] = None
     """maximum number of tokens of a turn; empty: the rest of the row"""
     context_window: Annotated[int | None, Gt(0)] = None
-    """maximum number of tokens of a context and the turn sampled from it; empty: a row's"""
+    """maximum number of tokens of a context and its turn; empty: as many as a row's"""
     compact_at: Annotated[int | None, Gt(0)] = None
     """before a turn whose context has more tokens, the policy writes a summary; empty: never"""
     compact_prompt: str = (
@@ -336,11 +336,11 @@ class MultiTurnArgs:
     )
     """the message that asks for the summary"""
     max_tool_output: Annotated[int, Gt(0)] = 2000
-    """maximum number of characters of an answer of a tool or the interaction"""
+    """maximum number of characters in an answer of a tool or interaction"""
     truncate: Literal["left", "middle", "right"] = "middle"
     """where longer answers are truncated"""
     tool_timeout: Annotated[float, Gt(0)] = 30.0
-    """timeout of a call of a tool or the interaction, in seconds"""
+    """timeout of a tool or interaction call, in seconds"""
     episode_timeout: Annotated[float | None, Gt(0)] = None
     """timeout of an episode in seconds; a longer one is not trained on"""
     reward_coef: Annotated[float, Interval(ge=-1e4, le=1e4)] = 1.0

@@ -73,17 +73,17 @@ class RunArgs(Group):
     dry_run: Annotated[int, Ge(0), NOT_COMPARED] = 0
     """print sizes, FLOPs and memory of a step on this many GPUs, and stop"""
     plan: Annotated[str, NOT_COMPARED] = ""
-    """with --dry-run: seconds of a step by response length; a run's folder or auto (docs/scaling.md)"""
+    """with --dry-run: predict seconds of a step; response lengths: auto or a run's (docs/scaling.md)"""
     memory_check: Annotated[bool, NOT_COMPARED] = True
     """on a GPU, estimate the memory at the start and reject flags that do not fit"""
     resume: Annotated[str, NOT_COMPARED] = "never"
     """never, auto (the newest checkpoint of run_name, else from the start) or a checkpoint folder"""
     resume_override: Annotated[tuple[str, ...], NOT_COMPARED] = ()
-    """flags that change results (or script) and may differ from the checkpoint"""
+    """flags that change results, or script, that may differ from the checkpoint's"""
     record: Annotated[str, NOT_COMPARED] = ""
     """folder, seen by all nodes, that keeps each step's batch for --replay (docs/diagnostics.md)"""
     replay: str = ""
-    """folder of a --record: train on what was sampled and scored there, on as many ranks"""
+    """folder of a --record: train on its samples and scores, with as many ranks"""
     stage_timeout: Annotated[float, Ge(0), MAY_CHANGE] = 1800.0
     """timeout of a stage in seconds, after which the job ends with an error; 0: no limit"""
     save_every: Annotated[int, Ge(0), MAY_CHANGE] = 50

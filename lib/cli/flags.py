@@ -380,7 +380,7 @@ def print_help(args_class: type, words: list[str]) -> None:
         sys.exit(0)
     script = Path(inspect.getfile(args_class)).name
     example = f"python {script} --model Qwen/Qwen2.5-0.5B-Instruct --train-files train.parquet"
-    more = f"--help all shows all flags, --help GROUP those of a group: {', '.join(groups)}."
+    more = f"--help all shows all flags, --help GROUP one group: {', '.join(groups)}."
     lines = [example, inspect.getdoc(args_class) or "", more]
     with _only(args_class, asked.replace("_", "-")):
         tyro.cli(args_class, args=["--help"], description="\n\n".join(lines))
