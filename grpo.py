@@ -51,7 +51,7 @@ class Args(shared.ScriptArgs):
 
     # ---- advantages
     adv_estimator: shared.AdvEstimator = "grpo"
-    """grpo: grpo_advantages in this script; the others are in lib/core_algos/advantages.py (docs/algorithms.md)"""
+    """grpo: grpo_advantages in this script; the others are in lib/core_algos/papers (docs/algorithms.md)"""
     adv_kwargs: tuple[str, ...] = ()
     """hyper-parameters of --adv-estimator, NAME=VALUE, such as epsilon=1e-4 (docs/defaults.md has the names).
     singleton=zero: a response alone in its group has advantage 0 instead of its reward"""
@@ -60,7 +60,7 @@ class Args(shared.ScriptArgs):
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
-    """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
+    """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/papers"""
     loss_kwargs: tuple[str, ...] = ()
     """hyper-parameters of --loss, NAME=VALUE, such as cliprange_low=3e-4 (docs/defaults.md has the names)"""
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2

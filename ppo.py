@@ -72,7 +72,7 @@ class Args(shared.ScriptArgs, script="ppo"):
 
     # ---- loss
     loss: shared.PolicyLoss = "vanilla"
-    """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/policy_losses.py"""
+    """vanilla: PPO's clipped loss, policy_loss in this script; the others are in lib/core_algos/papers"""
     loss_kwargs: tuple[str, ...] = ()
     """hyper-parameters of --loss, NAME=VALUE, such as cliprange_low=3e-4 (docs/defaults.md has the names)"""
     clip_ratio_low: Annotated[float, Ge(0)] = 0.2
