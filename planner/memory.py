@@ -360,6 +360,6 @@ def memory_table(moments: Moments, device_bytes: int) -> str:
     worst, size = worst_moment(moments)
     biggest = max(moments[worst], key=lambda part: moments[worst][part])
     verdict = "fits" if fits(moments, device_bytes) else "DOES NOT FIT"
-    room = f"{device_bytes / GIB:.0f}, of which {HEADROOM:.0%} are left free"
-    lines += [f"{verdict}: {size / GIB:.1f} GiB ({worst}) of {room}; its largest part: {biggest}"]
+    used = f"{size / GIB:.1f} of {device_bytes / GIB:.0f} GiB in stage {worst}, largest part {biggest}"
+    lines += [f"{verdict}: {used}; {HEADROOM:.0%} must stay free"]
     return "\n".join(lines)

@@ -375,8 +375,8 @@ def test_the_table_says_what_fits_and_what_does_not():
         ["activations", "-", "40.00"],
         ["sum", "33.00", "41.00"],
     ]
-    assert lines[-1] == "fits: 41.0 GiB (loss) of 80, of which 10% are left free; its largest part: activations"
-    assert "DOES NOT FIT: 41.0 GiB (loss) of 45" in memory.memory_table(moments, 45 * GIB)
+    assert lines[-1] == "fits: 41.0 of 80 GiB in stage loss, largest part activations; 10% must stay free"
+    assert "DOES NOT FIT: 41.0 of 45 GiB in stage loss" in memory.memory_table(moments, 45 * GIB)
 
 
 def test_a_config_that_is_no_language_model_is_refused_in_one_line(tmp_path):
