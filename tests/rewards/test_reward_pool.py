@@ -419,6 +419,7 @@ def printed_by(noisy, kind: str, step: int, capfd) -> tuple[list[str], str, list
         ("print('no end of line', end=''); os._exit(3)", ["no end of line"], -1),
         ("subprocess.run('echo from a child; echo its error >&2', shell=True)", ["from a child", "its error"], 1),
         (KEYS, ["the key is *** and ***"], 1),
+        ("run_programs()", [], 1),  # what a model's program prints is in no log
     ],
 )
 def test_what_a_scorer_prints_is_in_the_log_and_its_first_lines_on_the_console(noisy, capfd, kind, logged, score):
@@ -443,11 +444,6 @@ def test_no_print_reaches_another_score_or_the_terminal_as_it_is(noisy, capfd, k
     if kind == CLOSE:  # for this worker, which goes on
         noisy.close()
         noisy._start()
-
-
-def test_what_a_models_program_prints_is_in_no_log(noisy, capfd):
-    lines, out, scores = printed_by(noisy, "run_programs()", 12, capfd)
-    assert (lines, out, scores) == ([], "", [1, 2])
 
 
 def test_a_log_that_is_full_or_cannot_be_written_says_so_once(tmp_path, monkeypatch):
@@ -490,64 +486,56 @@ time.sleep(1000)
 """
 
 
-def trainer_of(file: Path, source: str, *kinds: str) -> tuple[subprocess.Popen, psutil.Process, psutil.Process]:
-    """(trainer, its pool's supervisor, its other child)."""
-    file.write_text(source)
-    command = [sys.executable, "-c", TRAINER, f"{file}:score", *kinds]
-    trainer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    supervisor = psutil.Process(int(trainer.stdout.readline()))
-    [loader] = [child for child in psutil.Process(trainer.pid).children() if child != supervisor]
-    return trainer, supervisor, loader
+HANGING = "fork_and_hang_twice()", "hang_ignoring_signals()"  # two workers, one of them with a child
 
 
-def hanging_trainer(tmp_path):
-    """With the supervisor's descendants: two workers hang, one of them with a child."""
-    kinds = "fork_and_hang_twice()", "hang_ignoring_signals()"
-    trainer, supervisor, loader = trainer_of(tmp_path / "hostile.py", HOSTILE, *kinds)
-    wait_until(lambda: len(supervisor.children(recursive=True)) == 3)
-    return trainer, supervisor, loader, supervisor.children(recursive=True)
+@pytest.fixture
+def trainer_of(tmp_path):
+    """trainer_of(source, kinds, descendants): (a trainer, its pool's supervisor, so many descendants of that)."""
+    started = []
+
+    def start(source: str, kinds, descendants: int) -> tuple[psutil.Popen, psutil.Process, list[psutil.Process]]:
+        (tmp_path / "scorer.py").write_text(source)
+        command = [sys.executable, "-c", TRAINER, f"{tmp_path / 'scorer.py'}:score", *kinds]
+        trainer = psutil.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        supervisor = psutil.Process(int(trainer.stdout.readline()))
+        wait_until(lambda: len(supervisor.children(recursive=True)) == descendants)
+        started.extend([trainer, *trainer.children(recursive=True)])
+        return trainer, supervisor, supervisor.children(recursive=True)
+
+    yield start
+    started[0].stdout.close()
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    started[0].wait()
 
 
 @pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGINT, "stopped"])
-def test_no_process_outlives_the_trainer(tmp_path, dies_by):
-    trainer, supervisor, loader, workers = hanging_trainer(tmp_path)
-    assert len(workers) == 3
+def test_no_process_outlives_the_trainer(trainer_of, dies_by):
+    trainer, supervisor, workers = trainer_of(HOSTILE, HANGING, 3)
     if dies_by == "stopped":
         supervisor.suspend()
         dies_by = signal.SIGKILL
     trainer.send_signal(dies_by)
     trainer.wait(60)
-    try:
-        wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
-    finally:
-        loader.kill()
-        trainer.stdout.close()
+    wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
 
 
-def test_no_process_outlives_a_trainer_that_has_stopped_reading(tmp_path):
+def test_no_process_outlives_a_trainer_that_has_stopped_reading(trainer_of):
     """Fifty megabytes of answers wait in the supervisor when the trainer is killed; a child of it holds the socket."""
     source = 'def score(**kwargs):\n    return {"score": 1.0, "text": "x" * 500_000}'
-    trainer, supervisor, loader = trainer_of(tmp_path / "large.py", source, *["large"] * 100)
-    pids = [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
-    trainer.kill(), trainer.wait(), trainer.stdout.close()
-    try:
-        wait_until_gone(pids)
-    finally:
-        loader.kill()
+    trainer, supervisor, workers = trainer_of(source, ["large"] * 100, 2)
+    trainer.kill()
+    wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
 
 
-def test_no_worker_outlives_the_supervisor(tmp_path):
-    trainer, supervisor, loader, workers = hanging_trainer(tmp_path)
+def test_no_worker_outlives_the_supervisor(trainer_of):
+    _, supervisor, _ = trainer_of(HOSTILE, HANGING, 3)
     direct = [worker.pid for worker in supervisor.children()]
     supervisor.kill()
-    try:
-        assert len(direct) == 2
-        wait_until_gone(direct)
-    finally:
-        for process in [*workers, loader]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        trainer.kill(), trainer.wait(), trainer.stdout.close()
+    assert len(direct) == 2
+    wait_until_gone(direct)
 
 
 CALM = """
@@ -736,11 +724,8 @@ def test_a_batched_scorer_fails_by_row_or_by_call(manager_of):
     for source, expected, failed in (("bad", [1, -1, 3], 1), ("raise", [-1, -1, -1], 3), ("short", [-1, -1, -1], 3)):
         scores, _, metrics = manager.submit(batch_of(["1", "2", "3"], ["calm", source, "calm"])).get()
         assert scores.sum(1).tolist() == expected and metrics == counts(error=failed), source
-
-
-def test_without_a_failure_score_a_failed_row_is_nan_and_no_other(manager_of):
-    manager = manager_of(FORMS, "compute_score_batch", failure_score=None)
-    scores, _, metrics = manager.submit(batch_of(["1", "2"], ["calm", "bad"])).get()
+    without_score = manager_of(FORMS, "compute_score_batch", failure_score=None)
+    scores, _, metrics = without_score.submit(batch_of(["1", "2"], ["calm", "bad"])).get()
     assert scores[0].sum() == 1 and scores[1].isnan().any() and metrics == counts(error=1)
 
 
@@ -778,13 +763,10 @@ def test_a_scorer_that_asks_for_its_time_limit_gets_it(manager_of, workers, seco
     assert extras["mine.asks"] == [seconds] and extras["mine.asks/others"] == extras["mine.asks_not/others"] == [0]
 
 
-def test_without_workers_sys_exit_is_no_silent_end_of_the_run(manager_of):
+def test_without_workers_an_exit_and_an_exception_stop_the_run_and_name_the_response(manager_of):
     source = "import sys\ndef score(**kwargs):\n    sys.exit(0)"
     with pytest.raises(RuntimeError, match=r"sys.exit\(0\) in scorer mine.score, data_source 'calm', response '1'"):
         manager_of(source, workers=0).submit(batch_of(["1"]))
-
-
-def test_without_workers_an_exception_stops_the_run_and_names_the_response(manager_of):
     with pytest.raises(KeyError, match="the key is missing") as caught:
         manager_of(FAILS, workers=0).submit(batch_of(["1", "4=4"], ["calm", RAISES]))
     assert caught.value.__notes__ == [f"in scorer mine.score, data_source {RAISES!r}, response '4=4'"]

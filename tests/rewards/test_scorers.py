@@ -40,23 +40,9 @@ from tests.rewards.test_math import BRACKETS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("data_source", "module"),
-    [
-        ("openai/gsm8k", "gsm8k"),
-        ("math_dapo/aime25", "math_dapo"),
-        ("math_dapo", "math_dapo"),
-        ("aime_2025", "math_dapo"),
-        ("searchR1_hotpotqa", "search_qa"),
-        ("cais/mmlu/anatomy", "multiple_choice"),
-        ("reasoning_gym/gcd", "reasoning_gym"),
-        ("math", None),  # verl's is math_dapo, but a row of this name is as likely MATH's
-        ("*", None),
-        ("", None),
-    ],
-)
-def test_data_sources(data_source, module):
-    assert rewards.scorer_module(data_source) == module
+def test_a_name_that_may_mean_several_data_sources_has_no_scorer():
+    """verl's "math" is math_dapo, but a row of this name is as likely MATH's."""
+    assert [rewards.scorer_module(name) for name in ("math", "*", "")] == [None] * 3
 
 
 RIGHT_AND_WRONG = {  # of each scorer: the truth, a right response, a wrong one
@@ -276,7 +262,6 @@ def test_countdown(answer):
 def test_countdown_options():
     truth = {"target": 3, "numbers": [1, 2]}
     assert countdown.compute_score("", "<answer>1-2</answer>", truth, format_score=0.0)["score"] == 0.0
-    assert countdown.compute_score("", "<answer>1-2</answer> no, <answer>1+2</answer>", truth)["score"] == 1.0
     third = {"target": 1, "numbers": [1, 3, 3]}  # 1/3 is no float here
     assert countdown.compute_score("", "<answer>1/3*3</answer>", third)["score"] == 1.0
 
@@ -359,16 +344,11 @@ def test_two_letters_are_no_answer(first, second, shape, between):
 
 def test_search_qa():
     """test_answer_forms.py has the metric em."""
-    for answer, truth, f1 in (
-        ("New York City", ["NYC", "New York"], 0.8),
-        ("14 December 1972", {"target": np.array(["December 14, 1972"], dtype=object)}, 1.0),
-        ("no no no", ["no"], 0.5),
-    ):
-        response = f"<answer>{answer}</answer>"
-        assert search_qa.compute_score("nq", response, truth, metric="f1")["score"] == pytest.approx(f1)
-        assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": None}  # without the tags
+    score, truth = partial(search_qa.compute_score, "nq"), {"target": np.array(["NYC", "New York"], dtype=object)}
+    assert score("<answer>New York City</answer>", truth, metric="f1")["score"] == pytest.approx(0.8)
+    assert score("New York", truth) == {"score": 0.0, "pred": None}  # without the tags
     with pytest.raises(InputError, match="use em or f1"):
-        search_qa.compute_score("nq", "<answer>a</answer>", ["a"], metric="rouge")
+        score("<answer>a</answer>", ["a"], metric="rouge")
 
 
 WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat", "Cat.", "?"]), max_size=6).map(" ".join)

@@ -123,14 +123,6 @@ def test_rows_are_the_generators_with_the_right_truths_and_none_twice():
     assert few == "".join((toy.FOLDER / "train.jsonl").read_text().splitlines(keepends=True)[:256])
 
 
-def test_scorer():
-    """It sees the texts of all sampled turns, joined."""
-    right = ["=422", "12,12,4=422", "3=1=422", "=422\n", toy_tools.tool_call("1*422") + "=422"]
-    wrong = ["=423", "=0422", "=+422", "=422.0", "=422 or 423", "=421,422", "=422=", "422", "", right[-1][:-4]]
-    for responses, score in ((right, 1.0), (wrong, 0.0)):
-        assert {compute_score("toy/arithmetic", text, "422")["score"] for text in responses} == {score}
-
-
 # ---- templates -----------------------------------------------------------------------------------
 
 
