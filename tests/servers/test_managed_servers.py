@@ -40,7 +40,7 @@ from tests.common import (
     wait_until,
 )
 from tests.distributed.test_ports import NO_NAMESPACES, listened
-from tests.distributed.test_waits import exit_code, start, start_ranks, store  # noqa: F401  two fixtures
+from tests.distributed.test_waits import exit_code, start_ranks, store  # noqa: F401  two fixtures
 from tests.scripts.test_launch_files import LAUNCH, two_nodes  # noqa: F401  a fixture
 from tests.scripts.test_scripts import saved
 
@@ -276,7 +276,7 @@ def test_the_model_reaches_nodes_that_do_not_see_the_folder(tmp_path, monkeypatc
 # ---- launchers -----------------------------------------------------------------------------------
 
 PROBE = """
-import os, pathlib, signal, sys
+import os, pathlib, sys
 import httpx
 from lib.distributed import init_distributed, run
 from servers import managed as managed_servers
@@ -291,23 +291,8 @@ def main(folder):
     [url] = own.urls()
     assert httpx.get(url).is_success
     (folder / "runs").write_text(f"{url} node {os.environ['GROUP_RANK']}")
-    if "wait" in sys.argv:
-        signal.pause()
 run(main, pathlib.Path(sys.argv[1]))
 """
-
-
-@pytest.mark.slow
-def test_nothing_outlives_a_launcher(job):
-    """It is killed, and can tell its ranks nothing. What it does where a rank is killed, or at Ctrl-C: test_waits.py,
-    tests/run/test_run.py; what the ranks and their server do then: test_no_server_outlives_its_job."""
-    folder, mark = job
-    (folder / "probe.py").write_text(PROBE)
-    launcher = start([*ONE_NODE, str(folder / "probe.py"), str(folder), "wait"], folder / "log")
-    await_file(folder / "runs")
-    assert len(processes_of(mark)) == 1 + 2 + 3  # launcher, ranks, server with its child and its guard
-    launcher.kill()
-    assert launcher.wait(WAIT_S) != 0
 
 
 # ---- two nodes -----------------------------------------------------------------------------------
