@@ -215,7 +215,6 @@ def test_modules_that_commands_name_exist():
 
 
 # ---- metrics ---------------------------------------------------------------------------------------
-
 GROUPS = "actor|agent|async|critic|perf|reward|response_length|rollout|timing_s|training|val"
 METRIC = re.compile(rf"`((?:{GROUPS})/[^` ]+)`")
 

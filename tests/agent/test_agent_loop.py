@@ -195,8 +195,6 @@ def sampled_text(out: DataProto, row: int = 0) -> str:
 
 
 # ---- the state machine ---------------------------------------------------------------------------
-
-
 def rewards(out: DataProto) -> list[list[float]]:
     """Those of each row that are not 0, each of which stands on the last token of a turn."""
     given, mask = out.batch["turn_rewards"], out.batch["response_mask"].bool()
@@ -451,8 +449,6 @@ def test_a_data_set_that_cuts_its_text_does_not_cut_that_of_episodes():
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------
-
-
 def test_a_failed_episode_is_masked_counted_and_shown_once(capsys, monkeypatch):
     monkeypatch.setattr("agent.tools.base.SHOWN", set())  # another file's tests may fail in this interaction too
     how = settings(interaction=User)
@@ -596,8 +592,6 @@ def test_tools_run_while_others_generate():
 
 
 # ---- tools of a row, calls of a turn -------------------------------------------------------------
-
-
 def named(name: str, tool: BaseTool) -> BaseTool:
     schema = Add().get_openai_tool_schema()
     tool.get_openai_tool_schema = lambda: schema | {"function": schema["function"] | {"name": name}}
@@ -700,8 +694,6 @@ def test_calls_of_a_tool_with_state_run_one_after_the_other(is_async):
 
 
 # ---- real engines --------------------------------------------------------------------------------
-
-
 def user_of(times):
     return type("TalksOn", (User,), {"start": functools.partialmethod(User.start, times=times)})
 

@@ -202,8 +202,6 @@ def refusal(**limits) -> str:
 
 
 # ---- --agent -------------------------------------------------------------------------------------
-
-
 def play(agent, engine, compact_at=90, **limits):
     out, _ = chat(agent, engine=engine, room=2000, compact_at=compact_at, **LIMITS | limits)
     assert sorted(trained_of(out)) == sorted(engine.sampled)
@@ -272,8 +270,6 @@ def test_every_token_that_an_agent_trains_was_sampled_in_its_context(actions, fo
 
 
 # ---- on an engine, and as a user ------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def engine_and_model(tmp_path_factory, world):
     path = str(toy_list.FOLDER / "model")

@@ -60,7 +60,6 @@ def game(tmp_path_factory):
 
 
 # ---- verifiers: the environments of the tests ----------------------------------------------------
-
 OWN = '''
 
 class Breaks(Again):
@@ -115,7 +114,6 @@ def own(tmp_path_factory):
 
 
 # ---- OpenEnv: a server of two environments -------------------------------------------------------
-
 GUESS = """
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
@@ -181,8 +179,6 @@ def openenv(tmp_path_factory):
 
 
 # ---- one episode ---------------------------------------------------------------------------------
-
-
 def talk(interaction, turns: list[str], **kwargs) -> tuple[list, float]:
     """(what each turn is answered, the score at the end); the score is asked for also if the episode is not over."""
 
@@ -410,8 +406,6 @@ def test_verifiers_rubric_as_a_scorer(own, tmp_path):
 
 
 # ---- rows ----------------------------------------------------------------------------------------
-
-
 def test_rows_are_starts(game, tmp_path):
     rows_of.main(game, tmp_path, size=3, test_size=2, seed=5, system="Be brief.")
     train, test = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("train", "test"))
@@ -426,8 +420,6 @@ def test_rows_are_starts(game, tmp_path):
 
 
 # ---- what is trained -----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def engine_and_model(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")

@@ -56,8 +56,6 @@ def write(folder: Path, files: dict[str, str | None] | None = None) -> Path:
 
 
 # ---- the embedded tasks --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "before"), [("count", 0.0), ("fix_test", 0.25), ("rename", 0.0)])
 def test_a_task_is_solved_by_its_solution_only(name, before):
     async def body(opened):
@@ -85,8 +83,6 @@ def test_a_dockerfile_of_copies_says_where_the_files_are():
 
 
 # ---- the reward ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("check", "reward"),
     [
@@ -109,7 +105,6 @@ def test_what_a_check_gives(tmp_path, check, reward):
 
 
 # ---- hostile commands ----------------------------------------------------------------------------
-
 SHORT_S = 0.5
 
 
@@ -246,7 +241,6 @@ def test_closing_ends_a_command():
 
 
 # ---- the tool, a run, an agent -------------------------------------------------------------------
-
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": %s}}\n</tool_call>' + END
 
 
@@ -375,7 +369,6 @@ def test_the_provider_of_the_documents(tmp_path, monkeypatch):
 
 
 # ---- folders that are no tasks -------------------------------------------------------------------
-
 IN_APP = "FROM ubuntu\nWORKDIR /app\n"
 
 

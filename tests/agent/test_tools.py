@@ -60,8 +60,6 @@ def echo(text: str, times: int = 1, tail: str | None = None) -> str:
 
 
 # ---- functions as tools --------------------------------------------------------------------------
-
-
 def test_a_function_is_a_tool():
     schema = FunctionTool(echo).get_openai_tool_schema()
     assert schema["function"]["name"] == "echo"
@@ -110,8 +108,6 @@ def test_a_function_without_a_schema_is_refused(function):
 
 
 # ---- a call that is refused ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
@@ -139,8 +135,6 @@ def test_arguments_nested_deeply_are_answered(depth):
 
 
 # ---- hostile tools -------------------------------------------------------------------------------
-
-
 class Unspeakable(Exception):
     def __str__(self):
         raise SystemExit("no")
@@ -309,7 +303,6 @@ def test_output_is_cut_where_asked(text, max_chars, truncate):
 
 
 # ---- calculator ----------------------------------------------------------------------------------
-
 NUMBERS = st.integers(0, 10**6).map(str) | st.floats(0, 1e6).map(lambda x: f"{x:.6f}")
 SIGNS = ["+", "-", "*", "/", "//", "%", "**"]
 EXPRESSIONS = st.recursive(
@@ -366,8 +359,6 @@ def test_calculator_refuses(expression):
 
 
 # ---- python, search ------------------------------------------------------------------------------
-
-
 def test_python():
     (tool,) = load_tools(("python",)).values()
     assert answer(tool, {"code": "import math\nprint(math.factorial(5), '\\u00e9')"}).text == "120 é\n"
@@ -426,7 +417,6 @@ def test_search_by_http():
 
 
 # ---- MCP -----------------------------------------------------------------------------------------
-
 SERVER = '''
 import os
 from mcp.server.mcpserver import MCPServer
@@ -587,7 +577,6 @@ def test_a_schema_stops_nothing_and_fetches_nothing(hostile_server):
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
 FILE = '''
 from agent import BaseInteraction, BaseTool
 
@@ -843,7 +832,6 @@ def test_reasoning_gym_gives_further_tries():
 
 
 # ---- parsers -------------------------------------------------------------------------------------
-
 TRICKY = ["</tool_call>", "<tool_call>", '{"name": "x"}', "}", ";", "\n", '"', "\\", "<|im_end|>",
           "é漢\N{GRINNING FACE}", "; {", "</think>", "<think>", "</function>"]  # fmt: skip
 STRINGS = st.lists(st.sampled_from(TRICKY) | st.text(max_size=5), max_size=4).map("".join)

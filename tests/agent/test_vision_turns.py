@@ -116,8 +116,6 @@ def play(how: MultiTurn, rows, *turns, T=900):
 
 
 # ---- tokens, positions, inputs -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "qwen2_5_vl", "glm4v"])
 def test_a_row_is_the_whole_conversation_encoded_at_once(kind):
     how, first = settings(make_vision(kind)), noise(1, 24, 32)
@@ -170,8 +168,6 @@ def test_a_new_segment_has_all_images_again(kind):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
 def test_more_images_than_max_images_are_answered_with_an_error():
     how = settings(make_vision("idefics3", max_images=2))
     both = CALL % (0, 0, 12, 20) + "\n" + CALL % (0, 0, 8, 8) + END
@@ -253,8 +249,6 @@ def test_zoom_crops_and_enlarges():
 
 
 # ---- engines -------------------------------------------------------------------------------------
-
-
 def calls(text: str) -> list[ToolCall]:
     """A random model's: each turn looks at a rectangle that depends on what was said."""
     x = sum(map(ord, text)) % 10

@@ -141,7 +141,6 @@ def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(
 
 
 # ---- ranks that were started differently ---------------------------------------------------------
-
 SECOND_START = {  # what rank 1 has otherwise, and what is said of it
     "--lr 1e-3": "--lr is 0.001 on rank 1, 0.0003 on rank 0",
     "--multi-turn.tools calculator": "--multi-turn.tools is calculator on rank 1, '' on rank 0",

@@ -355,7 +355,6 @@ def test_without_a_time_limit_nobody_watches(start_ranks):
 
 
 # ---- launchers -----------------------------------------------------------------------------------
-
 PROBE = """
 import os, signal, sys, time
 import torch.distributed as dist

@@ -90,7 +90,6 @@ def processes_of(manager: RewardManager) -> list[int]:
 
 
 # ---- hostile scorers -------------------------------------------------------------------------------
-
 HOSTILE = """
 import ctypes, os, re, signal, subprocess, sys, threading, time, zlib
 
@@ -338,7 +337,6 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
 
 
 # ---- what scorers print ----------------------------------------------------------------------------
-
 NOISY = """
 import os, subprocess, sys
 from lib.reward.frames import Frames
@@ -469,7 +467,6 @@ def test_the_console_shows_a_bounded_number_of_lines_of_each_scorer(tmp_path):
 
 
 # ---- the pool and the trainer ----------------------------------------------------------------------
-
 TRAINER = """
 import os, signal, sys, time
 from lib.reward.pool import Pool
@@ -672,7 +669,6 @@ def test_a_scorer_that_succeeded_once_does_not_stop_the_run(manager_of):
 
 
 # ---- forms of scorers ------------------------------------------------------------------------------
-
 FORMS = """
 import asyncio
 number, largest = 1, max
@@ -916,7 +912,6 @@ def few(data_source, solution_str, ground_truth, extra_info=None, b=0): return b
 
 
 # ---- arguments by name, groups ---------------------------------------------------------------------
-
 NAMED = """
 def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens, finish_reason, prompt, images, step,
         response_length, max_response_length):

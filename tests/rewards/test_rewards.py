@@ -81,7 +81,6 @@ def test_math_off_the_main_thread():
 
 
 # ---- reasoning_gym ----
-
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # entry["answer"] is None
 
 
@@ -304,8 +303,6 @@ def test_similarity_is_1_for_the_truth_only(answer, truth):
 
 
 # ---- the scripts in data/ ----
-
-
 def read(path):
     return list(datasets.Dataset.from_parquet(str(path), cache_dir=path.parent / "cache"))
 

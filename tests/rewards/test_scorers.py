@@ -92,7 +92,6 @@ def test_imports_are_light(modules):
 
 
 # ---- answers ----
-
 TOKENS = ["\\boxed{", "\\boxed{", "{", "}", "}", "\\{", "\\}", "\\", "a"]
 TEXTS = st.lists(st.sampled_from(TOKENS), max_size=14).map("".join)
 
@@ -142,7 +141,6 @@ def test_canonical_numbers_are_equal_as_texts_where_they_are_equal_as_decimals(t
 
 
 # ---- math: its way through the sandbox; test_math.py has its answers ----
-
 FORMS = r"""f(x)=x^2|\int_0^1 x dx|\sum_{i=1}^n i|\lim_{x\to 0} x|\binom{5}{2}|5!|\lfloor x\rfloor|A \cup B
 x \in \mathbb{R}|\mathbb{R}\setminus\{1\}|3+2i|\log_2 8|\sin 30^\circ|x\equiv 3 \pmod 5|\frac{d}{dx}x^2|a=1,b=2
 0.1\overline{6}|12_5|1{,}000|\max(1,2)|[1,2]\cup[2,4]|\{x : x>1\}|e^{i\pi}|-\infty|\emptyset|y=\pm\frac{1}{2}x
@@ -382,7 +380,6 @@ def test_format_options():
 
 
 # ---- hostile texts ----
-
 GYM_TASKS = ["chain_sum", "countdown", "n_queens", "polynomial_multiplication"]  # three of them parse with eval()
 REPEATED = ["\\boxed{", "\\text{", "\\text", "<answer>", "answer:", "answer ", "answer**", "A or "]
 REPEATED += ["#", "1", "1,", "x=", "\u0663\u0664", " ", "$", "\\", "a an the "]
@@ -479,8 +476,6 @@ def test_huge_powers_end_with_math_verifys_limit():
 
 
 # ---- judge ----
-
-
 def answer_with(text, **usage):
     return 200, {}, json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode()
 

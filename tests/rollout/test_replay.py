@@ -169,7 +169,6 @@ def test_a_resumed_run_records_its_steps_again(recorded, tmp_path):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
 REFUSED = {  # what the message says, by flags
     "--temperature was 1.0, is 0.7. The recorded samples": ["--temperature", "0.7"],
     "--multi-turn.tools was [], is ['calculator']": TOOLS,

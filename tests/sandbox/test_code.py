@@ -55,7 +55,6 @@ def level(request, monkeypatch):
 
 
 # ---- forms ----
-
 ADD = "def add(a, b):\n    return a + b\n"
 SUM = "print(sum(map(int, input().split())))"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
@@ -264,7 +263,6 @@ def test_reasons():
 
 
 # ---- hostile programs ----
-
 RIGHT = "def f(x):\n    return x + 1\n"
 TRUTH = ["assert f(3) == 4", "assert f(41) == 42"]
 ENDS_S = 60  # for what ends in half a second: on a busy machine it takes many, but it does end
@@ -698,8 +696,6 @@ def test_ordinary_programs_run(name, level):
 
 
 # ---- many at once, and what goes wrong around it ----
-
-
 def test_many_at_once(monkeypatch):
     """Threads and forked processes share a zygote; hostile programs among them cost the others nothing."""
     lock, parse = threading.Lock(), ast.parse
@@ -838,7 +834,6 @@ def test_the_scripts_flag_reaches_scorers_and_tools(monkeypatch):
 
 
 # ---- functions ----
-
 SECRET = "the truth of this row"
 MISBEHAVE = "tests.sandbox.in_sandbox:misbehave"
 
@@ -874,8 +869,6 @@ def test_a_sandbox_that_is_killed_is_no_wrong_answer():
 
 
 # ---- SandboxFusion ----
-
-
 class Fusion(Handler):
     """A small /run_code, without any sandbox: what it runs is this test's own."""
 

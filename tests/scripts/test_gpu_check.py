@@ -206,8 +206,6 @@ def test_gpus_are_named_and_the_peak_of_a_dry_run_is_read_from_its_table(monkeyp
 
 
 # ---- several GPUs --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_what_several_gpus_run_are_flags_of_grpo(ranks, monkeypatch):
     """With one run's metrics in the place of all, and a job that is not started."""
@@ -244,8 +242,6 @@ def test_several_ranks_run_on_a_cpu(tmp_path):
 
 
 # ---- a GPU machine that has torch and transformers -----------------------------------------------
-
-
 def test_wheels_are_what_the_scripts_import_and_what_that_requires(monkeypatch):
     monkeypatch.setattr(wheels, "imported", lambda: {"numpy", "tensordict", "PIL", "json", "yaml"})
     names = [line.partition("==")[0] for line in wheels.missing()]

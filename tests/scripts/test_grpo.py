@@ -17,9 +17,8 @@ from lib import core_algos
 from lib.setup import check
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, parse_flags, ran, skip_without_vllm
 
+
 # ---- it learns -----------------------------------------------------------------------------------
-
-
 def test_the_default_learns_on_policy_and_leaves_what_it_promises(tmp_path):
     """6 of its 60 steps take greedy accuracy from 0.31 to 0.95 where it was measured; 0.8: other roundings. 1e-4 nats:
     the fp32 sampler and the fp32 trainer differ by some 1e-6 (docs/grpo.md)."""
@@ -38,8 +37,6 @@ def test_the_default_learns_on_policy_and_leaves_what_it_promises(tmp_path):
 
 
 # ---- vLLM ----------------------------------------------------------------------------------------
-
-
 def test_a_run_with_vllm_trains_on_what_was_sampled(tmp_path):
     """An engine on each of two ranks: tests/servers/test_managed_servers.py. One that is split over them:
     test_scripts.py. A second validation set has a limit of its own, above that of training."""
@@ -65,8 +62,6 @@ def test_a_run_with_vllm_trains_on_what_was_sampled(tmp_path):
 
 
 # ---- flags ---------------------------------------------------------------------------------------
-
-
 def test_groups_without_signal_move_nothing(tmp_path):
     """All get the same reward: neither the entropy bonus nor the KL may act on them."""
     (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")

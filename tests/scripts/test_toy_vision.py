@@ -17,8 +17,6 @@ MODEL = toy_vision.FOLDER / "model"
 
 
 # ---- the scripts ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """flags(blank=False, count=32): those of a small run, on held-out rows with their images or with white ones. Each

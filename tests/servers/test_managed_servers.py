@@ -110,8 +110,6 @@ def servers_of(engine_ranks: int, folder: Path, settings: dict, start_s: float =
 
 
 # ---- ranks that are forked from this process, which has the job's store as a launcher has it ------
-
-
 @pytest.fixture
 def start_on_one_node(start_ranks, monkeypatch):  # noqa: F811
     def start(ranks: int, *main):
@@ -274,7 +272,6 @@ def test_the_model_reaches_nodes_that_do_not_see_the_folder(tmp_path, monkeypatc
 
 
 # ---- launchers -----------------------------------------------------------------------------------
-
 PROBE = """
 import os, pathlib, sys
 import httpx
@@ -296,8 +293,6 @@ run(main, pathlib.Path(sys.argv[1]))
 
 
 # ---- two nodes -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_last_node_is_the_engine(job, two_nodes):  # noqa: F811
     """Its server listens on the address between the nodes, and nowhere else."""
@@ -312,8 +307,6 @@ def test_the_last_node_is_the_engine(job, two_nodes):  # noqa: F811
 
 
 # ---- flags ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "environ", "message"),
     [

@@ -817,8 +817,6 @@ def test_a_broadcast_listens_on_the_way_to_its_servers(monkeypatch, urls, addres
 
 
 # ---- what a person reads --------------------------------------------------------------------------
-
-
 class Stub(Handler):
     """A server that was started otherwise: what it answers to each path, or 404."""
 
