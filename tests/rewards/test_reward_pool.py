@@ -52,10 +52,6 @@ def counts(timeout=0, crash=0, error=0, dropped_key=0) -> dict[str, Sum]:
     return {f"reward/{kind}_count": Sum(count) for kind, count in locals().items()}
 
 
-def untimed(metrics: dict) -> dict:
-    return {key: metric for key, metric in metrics.items() if not key.startswith("perf/")}
-
-
 def wait_until_gone(pids) -> None:
     wait_until(lambda: not any(map(is_alive, pids)))
 
@@ -225,10 +221,8 @@ def hostile(tmp_path_factory):
     answers, hanging = manager._answers, {kind for kind, (counted, _) in KINDS.items() if counted == "timeout"}
 
     def patient(tasks, step):
-        return answers([(k, limit_of(given), given, key) for k, _, given, key in tasks], step)
-
-    def limit_of(given):
-        return LIMIT_S if given[0]["data_source"] in hanging else PATIENT_S
+        limits = [LIMIT_S if given[0]["data_source"] in hanging else PATIENT_S for _, _, given, _ in tasks]
+        return answers([(k, limit, given, key) for (k, _, given, key), limit in zip(tasks, limits)], step)
 
     manager._answers = patient
     assert manager.submit(batch_of(["1"])).get()[2] == counts()
@@ -1015,15 +1009,17 @@ class Decoder:
         return TOKENIZER.decode(ids, **kwargs)
 
 
-def split_group(world, scorer):
-    manager = RewardManager(load_scorers([scorer], []), TOKENIZER, workers=0)
-    with pytest.raises(InputError, match=r"scorer mine.group scores whole groups, and group b has rows on two ranks"):
-        Rewards(manager).submit(groups_of(["1", "2"], ["ab", "cb"][world.rank]), 1)
+def test_a_group_that_is_on_two_ranks_is_not_scored_by_halves(manager_of):
+    rewards, said = (
+        Rewards(manager_of(NAMED, "group", workers=0)),
+        "group scores whole groups, and group b has rows on two",
+    )
 
+    def split_group(world):
+        with pytest.raises(InputError, match=said):
+            rewards.submit(groups_of(["1", "2"], ["ab", "cb"][world.rank]), 1)
 
-def test_a_group_that_is_on_two_ranks_is_not_scored_by_halves(tmp_path):
-    (tmp_path / "mine.py").write_text(NAMED)
-    run_ranks(2, split_group, f"{tmp_path / 'mine.py'}:group")
+    run_ranks(2, split_group)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -1078,7 +1074,7 @@ def test_a_shadow_scorer_is_logged_and_changes_no_reward(manager_of, one_rank, n
     assert set(batch.batch.keys()) == set(shadowed.batch.keys())
     assert all(torch.equal(batch.batch[key], shadowed.batch[key]) for key in set(batch.batch.keys()))
     assert {key: of_shadow[key] for key in extras} == extras
-    assert {key: logged[key] for key in metrics if not key.startswith("perf/")} == untimed(metrics)
+    assert all(logged[key] == metric for key, metric in metrics.items() if not key.startswith("perf/"))
     expected = {"doubled": [7, 5, 3, None], "fails": [1, 4, None, None], "constant": [1, 1, 1, None]}
     assert {k: v for k, v in of_shadow.items() if k not in extras} == {f"shadow/mine.{k}": expected[k] for k in names}
     numbers = reduce_metrics(logged | extra_metrics(of_shadow))
@@ -1100,13 +1096,9 @@ def test_nothing_trains_on_a_shadow_scorer(manager_of, one_rank, capsys):
     assert "'shadow/mine.doubled': 1.0 has the name of another score" in capsys.readouterr().out
 
 
-def _correlation(world):
-    x, y = [[1.0, None, 2.0, math.nan], [4.0]][world.rank], [[1.0, 9.0, 3.0, 5.0], [2.0]][world.rank]
-    return correlation(x, y)
-
-
 def test_a_correlation_is_that_of_all_ranks():
-    [one, other] = run_ranks(2, _correlation)
+    x, y = [[1.0, None, 2.0, math.nan], [4.0]], [[1.0, 9.0, 3.0, 5.0], [2.0]]
+    [one, other] = run_ranks(2, lambda world: correlation(x[world.rank], y[world.rank]))
     assert one == other == (pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1], rel=1e-12), 1)  # float64
 
 
