@@ -698,9 +698,10 @@ def user_of(times):
     return type("TalksOn", (User,), {"start": functools.partialmethod(User.start, times=times)})
 
 
-def build(name, path, folder, world=None):
+def build(name, path, folder, world=None, own_tokenizer=None, max_length=400):
     model = shard_model(load_model(path), make_mesh(world or World(0, 1, torch.device("cpu"))), torch.float32)
-    engine = make_engine(name, model, tokenizer(), folder=folder, max_length=400, dtype=torch.float32, gpu_memory=0.3)
+    settings = {"folder": folder, "max_length": max_length, "dtype": torch.float32, "gpu_memory": 0.3}
+    engine = make_engine(name, model, own_tokenizer or tokenizer(), **settings)
     sync_weights(engine, model, 0, tolerance=1e-3)
     return engine, model
 
@@ -721,13 +722,12 @@ def test_ranks_with_different_numbers_of_turns(tmp_path):
     assert metrics == metrics2 and metrics["agent/turns_mean"] == 3
 
 
-def plays_one(world):
-    how, fails = settings(interaction=User), {"fail_at": 1} if world.rank == 0 else {}
-    out, _ = play(how, ["a" + END, "b" + END], interaction_kwargs=[fails])
-    return out.non_tensor_batch["finish_reason"].tolist()
-
-
 def test_all_episodes_of_one_rank_may_fail():
+    def plays_one(world):
+        how, fails = settings(interaction=User), {"fail_at": 1} if world.rank == 0 else {}
+        out, _ = play(how, ["a" + END, "b" + END], interaction_kwargs=[fails])
+        return out.non_tensor_batch["finish_reason"].tolist()
+
     assert run_ranks(2, plays_one) == [["error"], ["stop"]]
 
 

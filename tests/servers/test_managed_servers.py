@@ -89,10 +89,6 @@ def assert_none_left(mark: str) -> None:
     wait_until(lambda: not processes_of(mark), WAIT_S)
 
 
-def await_file(file: Path) -> None:
-    wait_until(file.exists, START_S)
-
-
 def asked(url: str) -> tuple[int, dict]:
     """The process and the environment of a stand-in."""
     return httpx.get(url, timeout=WAIT_S).json()
@@ -141,7 +137,7 @@ def test_no_server_outlives_its_job(job, start_on_one_node, monkeypatch, how):
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
     ranks = start_on_one_node(3, train, (how, folder, {"stubborn": "engine" in how}))
     signal.signal(signal.SIGINT, ignored)
-    await_file(folder / "runs")
+    wait_until((folder / "runs").exists, START_S)
     assert how == "end" or len(processes_of(mark)) == 3  # server, its child, guard; the kernel knows no mark of a fork
     if how == "interrupt":
         for rank in ranks:
