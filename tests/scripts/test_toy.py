@@ -1,4 +1,4 @@
-"""The embedded tasks: files as the generators write them, starts that leave room to climb, a scorer without loopholes.
+"""The embedded tasks: files as the generators write them, and starts that leave room to climb.
 
 Runs on images: test_toy_vision.py.
 """
