@@ -430,7 +430,7 @@ def probe(module, texts, truths, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</
 
 @pytest.mark.parametrize("module", sorted(TRUTHS))
 def test_hostile_texts_score_nothing_and_end(module, tmp_path):
-    """And huge powers are not computed: those that math_verify reads are below."""
+    """And huge powers are not computed: those that math_verify reads are in test_math.py."""
     powers = [] if module in ("math", "geometry3k") else POWERS
     probe(module, HOSTILE + CODE + powers, [TRUTHS[module]], tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -465,14 +465,6 @@ def test_hostile_texts_and_reasoning_gym(tmp_path):
     truths = [json.dumps({"task": task, "task_kwargs": {}, "entry": dump_entry(entry)}) for task, entry in entries]
     probe("reasoning_gym", HOSTILE + CODE, truths, tmp_path, shapes=["<answer>%s</answer>"])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_huge_powers_end_with_math_verifys_limit():
-    code = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
-    code += "from lib.sandbox import client\nclient.GRACE = 300\n"
-    code += f"from rewards.math import compute_score\nprint(compute_score('', {POWERS[1]!r}.join(['$', '$']), '7'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert "'score': 0.0" in done.stdout, done.stderr
 
 
 # ---- judge ----

@@ -98,20 +98,6 @@ def hf(request, world, tmp_path_factory):
     return request.param, HFEngine(model, Tokens()), model
 
 
-def test_equal_ids_with_another_image_are_another_prompt(hf):
-    """Rows 0 to 2 have one image, rows 3 and 4 another."""
-    kind, engine, _ = hf
-    prompts = prompts_of(kind)
-    raw = prompts.non_tensor_batch["raw_prompt_ids"]
-    assert raw[0] == raw[2] == raw[3] == raw[4]
-    out = engine.generate(prompts, Sampling(4), [7] * 8)
-    first = out.batch["rollout_log_probs"][:, 0]
-    assert first[0] == first[1] == first[2] and first[3] == first[4]
-    assert abs(first[0] - first[3]) > 1e-3
-    alone = engine.generate(prompts[[3]], Sampling(4), [7])
-    torch.testing.assert_close(alone.batch["rollout_log_probs"][0, 0], first[3], atol=TOLERANCE, rtol=0)
-
-
 def test_images_of_a_group_are_encoded_once(hf, monkeypatch):
     """5 images stand in 8 prompts, in 4 tensors for 6 of them; 4 are different prompts' images."""
     kind, engine, model = hf
