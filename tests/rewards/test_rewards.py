@@ -36,6 +36,7 @@ from rewards import math as math_reward
 from rewards import reasoning_gym as gym_reward
 from rewards.algebra import algebra
 from rewards.similarity import similarity
+from tests.common import one_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -690,6 +691,5 @@ def test_script_errors(tmp_path, script, flags, message):
     write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": "a"}])
     if "local_dir" in flags:
         flags = {"local_dir": tmp_path / flags["local_dir"]}
-    with pytest.raises(InputError, match=message) as caught:
+    with one_line(message):
         importlib.import_module(f"data.{script}").main(out=tmp_path / "made", **flags)
-    assert "\n" not in str(caught.value)

@@ -33,6 +33,7 @@ from tests.common import (
     free_port,
     is_alive,
     metrics,
+    one_line,
     parse_flags,
     ran,
     rollouts,
@@ -325,9 +326,8 @@ def test_flags_that_make_no_sense_are_one_line(monkeypatch, flags, environ, mess
     """For those of a single process see BAD_FLAGS of tests/cli/test_args.py."""
     for name, value in ({"RANK": "0"} | environ if environ else {}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError) as refused:
+    with one_line(re.escape(message)):
         parse_flags(grpo.Args, ["--rollout-gpus", *flags.split()])
-    assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_servers_mean_vllm_with_the_whole_gpu(monkeypatch):
