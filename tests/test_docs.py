@@ -113,11 +113,8 @@ def test_flags_and_their_values_are_taken(doc):
             compute_rollout_correction(*[torch.ones(2, 1)] * 3, **correction)
 
 
-LAUNCHERS = {
-    *("--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--main_process_port", "--multi_gpu"),
-    *("--num_processes", "--use_fsdp", "--fsdp_version", "--rdzv_backend", "--rdzv_conf"),  # accelerate's
-    *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"),
-}
+LAUNCHERS = {"--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--multi_gpu", "--num_processes"}
+LAUNCHERS |= {"--max-restarts", "--nproc-per-node"}  # torchrun's
 VLLM = {
     *("--generation-config", "--host", "--logprobs-mode", "--lora-modules", "--max-model-len", "--middleware"),
     *("--override-generation-config", "--enable-scale-out", "--enforce-eager", "--tensor-parallel-size"),
@@ -126,26 +123,24 @@ VLLM = {
 }
 OF_TOOLS = {
     *("--gpus", "--trace"),  # of python -m planner
-    *("--max-mb", "--output", "--serve", "--wheels"),  # of the run page and gpu_check.sh
+    *("--output", "--wheels"),  # of the run page and gpu_check.sh
     *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
     *("--step", "--merged", "--adapter", "--dtype"),  # of tools/export.py
-    *("--framework", "--max-gb", "--ours", "--recording", "--redact-text", "--tolerance", "--weights"),  # of tools/
-    *("--answer-template", "--correct-above", "--gold-key", "--rows"),  # of tools/audit_scorer.py
+    *("--figure", "--max-gb", "--ours", "--redact-text", "--tolerance", "--weights"),  # of tools/ and benchmarks/
+    *("--answer-template", "--gold-key"),  # of tools/audit_scorer.py
     *("--adv-estimators", "--choices", "--flags", "--loss-agg-modes", "--losses", "--script"),  # of tools/lens.py
-    *("--drift", "--steps", "--tables", "--tokens"),  # and tools/oracle.py
-    *("--confidence", "--figure", "--rates"),  # of tools/compare.py, tools/parity.py, benchmarks/comparison.py
+    *("--steps", "--tokens"),  # and tools/oracle.py
     *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
-    *("--api-key", "--requeue", "--security-opt"),  # of others
-    *("--flag", "--name"),  # placeholders
+    *("--requeue", "--security-opt"),  # of others
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
 
 
 OF_OTHERS = {
-    *("--dry-run", "--extra", "--extra-index-url", "--no-deps", "--python"),  # of pip and uv
-    *("--gpus", "--ipc", "--rm", "--ulimit"),  # of docker
+    *("--extra", "--extra-index-url"),  # of pip and uv
+    *("--ipc", "--rm", "--ulimit"),  # of docker
     *("--map-root-user", "--net", "--user"),  # of unshare
-    *("--port", "--no-enable-chunked-prefill"),  # of vLLM and other servers
+    "--no-enable-chunked-prefill",  # of vLLM
 }
 
 
@@ -169,9 +164,8 @@ def flags_of_programs() -> set[str]:
     return as_flags(names)
 
 
-RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--sequence-parallel", "--tensor-parallel", "--lam"}
-RENAMED |= {"--lam-policy", "--prompt-key", "--answer-key"}  # in older configs
-RENAMED |= {"--export-dtype", "--show-samples", "--no-filter-overlong-prompts"}  # and of docs/defaults.md
+RENAMED = {"--engine-ranks", "--gpu-memory", "--replicas", "--lam", "--answer-key"}  # in older configs
+RENAMED |= {"--no-filter-overlong-prompts"}  # and of docs/defaults.md
 FORMER_SETTINGS = ("--loss-kwargs.", "--adv-kwargs.", "--token-masks.", "--rollout-correction.reject.")
 RENAMED |= as_flags(read_yaml(OTHER_NAMES, "")["defaults.md"])
 
@@ -215,7 +209,6 @@ def test_modules_that_commands_name_exist():
 
 
 # ---- metrics ---------------------------------------------------------------------------------------
-
 GROUPS = "actor|agent|async|critic|perf|reward|response_length|rollout|timing_s|training|val"
 METRIC = re.compile(rf"`((?:{GROUPS})/[^` ]+)`")
 

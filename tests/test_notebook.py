@@ -39,10 +39,6 @@ def text_of(outputs: list) -> str:
     return "".join(output.get("text", "") for output in outputs)
 
 
-def tables_of(outputs: list) -> list[str]:
-    return [output["data"]["text/plain"] for output in outputs if "text/html" in output.get("data", {})]
-
-
 @pytest.mark.slow
 def test_the_first_run_runs_from_top_to_bottom(execute):
     outputs = execute(nbformat.read(FIRST, as_version=4))
@@ -64,7 +60,8 @@ def test_a_run_is_read_from_top_to_bottom(execute, tmp_path):
     assert first.source.count("run = None  #") == 1
     first.source = first.source.replace("run = None  #", f"run = {str(tmp_path / 'mine')!r}  #")
     outputs = execute(notebook)
-    text, tables = text_of(outputs), tables_of(outputs)
+    text = text_of(outputs)
+    tables = [output["data"]["text/plain"] for output in outputs if "text/html" in output.get("data", {})]
     assert "grpo.py at commit " in text and "group_size = 4, default 8" in text
     assert re.search(r"^\d+ alerts$", text, flags=re.M)
     validation, rows, agreement, times, samples, numbers = tables

@@ -1,9 +1,8 @@
 """The documents as a site: built as `make docs` does, and read in a browser."""
 
 import re
-import threading
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 
 import pytest
 from playwright.sync_api import sync_playwright
@@ -14,7 +13,7 @@ import ppo
 import remax
 from lib.cli.flags import as_flag, walk
 from lib.core_algos import estimate_advantages
-from tests.common import ROOT, fork_module, parse_flags, ran
+from tests.common import ROOT, fork_module, http_server, parse_flags, ran
 from tests.tools.browser import launch_options, why_no_browser
 
 PAGES = ("index", "grpo", "reading_a_run", "reference/flags", "code/grpo.py")
@@ -38,23 +37,19 @@ def browser(site):
     """(opens a page of the site: its URL's end -> page, all that pages asked for)."""
     if why := why_no_browser():
         pytest.skip(why)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     asked: list[str] = []
-    with sync_playwright() as playwright:
+    with http_server(partial(Quiet, directory=site)) as url, sync_playwright() as playwright:
         chromium = playwright.chromium.launch(**launch_options())
 
         def visit(end: str, **options):
             page = chromium.new_page(viewport={"width": 1280, "height": 900}, **options)
             page.on("request", lambda request: asked.append(request.url))
             page.on("pageerror", lambda error: asked.append(f"error: {error}"))
-            page.goto(end if end.startswith("file:") else f"http://127.0.0.1:{server.server_port}/{end}")
+            page.goto(end if end.startswith("file:") else f"{url}/{end}")
             return page
 
         yield visit, asked
         chromium.close()
-    server.shutdown()
-    server.server_close()
 
 
 def test_it_is_small(site):

@@ -195,8 +195,6 @@ def sampled_text(out: DataProto, row: int = 0) -> str:
 
 
 # ---- the state machine ---------------------------------------------------------------------------
-
-
 def rewards(out: DataProto) -> list[list[float]]:
     """Those of each row that are not 0, each of which stands on the last token of a turn."""
     given, mask = out.batch["turn_rewards"], out.batch["response_mask"].bool()
@@ -451,8 +449,6 @@ def test_a_data_set_that_cuts_its_text_does_not_cut_that_of_episodes():
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------
-
-
 def test_a_failed_episode_is_masked_counted_and_shown_once(capsys, monkeypatch):
     monkeypatch.setattr("agent.tools.base.SHOWN", set())  # another file's tests may fail in this interaction too
     how = settings(interaction=User)
@@ -596,8 +592,6 @@ def test_tools_run_while_others_generate():
 
 
 # ---- tools of a row, calls of a turn -------------------------------------------------------------
-
-
 def named(name: str, tool: BaseTool) -> BaseTool:
     schema = Add().get_openai_tool_schema()
     tool.get_openai_tool_schema = lambda: schema | {"function": schema["function"] | {"name": name}}
@@ -700,15 +694,14 @@ def test_calls_of_a_tool_with_state_run_one_after_the_other(is_async):
 
 
 # ---- real engines --------------------------------------------------------------------------------
-
-
 def user_of(times):
     return type("TalksOn", (User,), {"start": functools.partialmethod(User.start, times=times)})
 
 
-def build(name, path, folder, world=None):
+def build(name, path, folder, world=None, own_tokenizer=None, max_length=400):
     model = shard_model(load_model(path), make_mesh(world or World(0, 1, torch.device("cpu"))), torch.float32)
-    engine = make_engine(name, model, tokenizer(), folder=folder, max_length=400, dtype=torch.float32, gpu_memory=0.3)
+    settings = {"folder": folder, "max_length": max_length, "dtype": torch.float32, "gpu_memory": 0.3}
+    engine = make_engine(name, model, own_tokenizer or tokenizer(), **settings)
     sync_weights(engine, model, 0, tolerance=1e-3)
     return engine, model
 
@@ -729,13 +722,12 @@ def test_ranks_with_different_numbers_of_turns(tmp_path):
     assert metrics == metrics2 and metrics["agent/turns_mean"] == 3
 
 
-def plays_one(world):
-    how, fails = settings(interaction=User), {"fail_at": 1} if world.rank == 0 else {}
-    out, _ = play(how, ["a" + END, "b" + END], interaction_kwargs=[fails])
-    return out.non_tensor_batch["finish_reason"].tolist()
-
-
 def test_all_episodes_of_one_rank_may_fail():
+    def plays_one(world):
+        how, fails = settings(interaction=User), {"fail_at": 1} if world.rank == 0 else {}
+        out, _ = play(how, ["a" + END, "b" + END], interaction_kwargs=[fails])
+        return out.non_tensor_batch["finish_reason"].tolist()
+
     assert run_ranks(2, plays_one) == [["error"], ["stop"]]
 
 

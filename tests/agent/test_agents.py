@@ -147,8 +147,6 @@ def check_episode(api, actions, forgets, room):
 
 
 # ---- how contexts are found ------------------------------------------------------------------------
-
-
 def converse(*steps, texts=("a" + "b" * 9,), **kwargs):
     """Each step makes the messages of a request from the prompt and the answers so far. Returns batch, metrics and
     engine."""
@@ -293,8 +291,6 @@ def test_requests_wait_for_the_room_that_others_hold():
 
 
 # ---- the endpoint --------------------------------------------------------------------------------
-
-
 def ask(*requests):
     """(status, JSON) of each (path, body); body: JSON, or bytes."""
     answers = []
@@ -692,8 +688,6 @@ def test_agents_of_a_batch_run_at_once(monkeypatch):
 
 
 # ---- agents that fail ----------------------------------------------------------------------------
-
-
 def good(url, key, row):
     body, headers = json.dumps({"messages": row["prompt"]}).encode(), {"Authorization": f"Bearer {key}"}
     with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body, headers)) as answer:
@@ -844,7 +838,6 @@ def test_agents_that_cannot_be():
 
 
 # ---- a run -----------------------------------------------------------------------------------------
-
 PROGRAM = """
 import json, os, sys, urllib.request
 

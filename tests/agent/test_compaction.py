@@ -21,9 +21,9 @@ from agent.metrics import agent_metrics
 from data import toy_list
 from lib import InputError
 from lib.args import MultiTurnArgs
-from lib.distributed import World, make_mesh, reduce_metrics, shard_model
-from lib.model import load_model, load_tokenizer
-from lib.rollout import Sampling, make_engine, request_seeds, sync_weights
+from lib.distributed import reduce_metrics
+from lib.model import load_tokenizer
+from lib.rollout import Sampling, request_seeds
 from tests.agent.random_agents import ACTIONS, Client, random_agent, segments_of, trained_of
 from tests.agent.test_agent_loop import (
     CALL,
@@ -32,6 +32,7 @@ from tests.agent.test_agent_loop import (
     REFUSES,
     TEMPLATE,
     assert_trained_as_sampled,
+    build,
     prompts_of,
     recorded,
     sampled_text,
@@ -202,8 +203,6 @@ def refusal(**limits) -> str:
 
 
 # ---- --agent -------------------------------------------------------------------------------------
-
-
 def play(agent, engine, compact_at=90, **limits):
     out, _ = chat(agent, engine=engine, room=2000, compact_at=compact_at, **LIMITS | limits)
     assert sorted(trained_of(out)) == sorted(engine.sampled)
@@ -272,16 +271,11 @@ def test_every_token_that_an_agent_trains_was_sampled_in_its_context(actions, fo
 
 
 # ---- on an engine, and as a user ------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def engine_and_model(tmp_path_factory, world):
-    path = str(toy_list.FOLDER / "model")
-    model = shard_model(load_model(path), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
-    folder, tokenizer = tmp_path_factory.mktemp("engine"), load_tokenizer(path)
-    engine = make_engine("hf", model, tokenizer, folder=folder, max_length=96, dtype=torch.float32, gpu_memory=0.3)
-    sync_weights(engine, model, 0, tolerance=1e-3)
-    return engine, model, tokenizer
+    path, folder = str(toy_list.FOLDER / "model"), tmp_path_factory.mktemp("engine")
+    tokenizer = load_tokenizer(path)
+    return *build("hf", path, folder, own_tokenizer=tokenizer, max_length=96), tokenizer
 
 
 LIST_LIMITS = {"compact_at": 72, "compact_prompt": toy_list.ASK, "max_turn_tokens": 4, "context_window": 96}

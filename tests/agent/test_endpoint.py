@@ -47,8 +47,6 @@ def complete(*steps, **kwargs):
 
 
 # ---- raw prompts ---------------------------------------------------------------------------------
-
-
 @settings(max_examples=20)
 @given(actions=ACTIONS, in_ids=st.booleans(), room=st.sampled_from([600, 4000]))
 def test_every_trained_token_was_sampled_in_its_raw_prompt(actions, in_ids, room):
@@ -178,7 +176,6 @@ def test_prompts_of_one_request_get_room_together():
 
 
 # ---- forced calls --------------------------------------------------------------------------------
-
 SUB = {"type": "function", "function": {"name": 'su"b', "description": "", "parameters": {}}}
 
 
@@ -249,8 +246,6 @@ def test_a_format_in_which_no_call_can_be_forced_says_so():
 
 
 # ---- ignored parameters --------------------------------------------------------------------------
-
-
 def test_ignored_parameters_have_no_effect_and_are_counted():
     bodies = {
         "/chat/completions": HELLO | {"temperature": 0, "top_p": 1.0, "response_format": {"type": "json_object"}},
@@ -281,8 +276,6 @@ def test_the_names_of_ignored_parameters_are_checked():
 
 
 # ---- rewards of answers --------------------------------------------------------------------------
-
-
 def test_rewards_of_answers_stand_on_their_last_tokens():
     numbers = {}
 

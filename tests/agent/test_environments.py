@@ -28,7 +28,7 @@ from lib.args import MultiTurnArgs
 from lib.rollout import Sampling, request_seeds
 from rewards.verifiers import compute_score as verifiers_score
 from tests.agent.test_agent_loop import assert_trained_as_sampled, build, prompts_of, recorded, rewards, tokenizer
-from tests.common import ROOT, START_S, answers, documented, fork, free_port, metrics, ran, save_tiny
+from tests.common import START_S, answers, documented, free_port, save_tiny
 
 N = 8  # episodes
 
@@ -60,7 +60,6 @@ def game(tmp_path_factory):
 
 
 # ---- verifiers: the environments of the tests ----------------------------------------------------
-
 OWN = '''
 
 class Breaks(Again):
@@ -115,7 +114,6 @@ def own(tmp_path_factory):
 
 
 # ---- OpenEnv: a server of two environments -------------------------------------------------------
-
 GUESS = """
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
@@ -181,8 +179,6 @@ def openenv(tmp_path_factory):
 
 
 # ---- one episode ---------------------------------------------------------------------------------
-
-
 def talk(interaction, turns: list[str], **kwargs) -> tuple[list, float]:
     """(what each turn is answered, the score at the end); the score is asked for also if the episode is not over."""
 
@@ -410,8 +406,6 @@ def test_verifiers_rubric_as_a_scorer(own, tmp_path):
 
 
 # ---- rows ----------------------------------------------------------------------------------------
-
-
 def test_rows_are_starts(game, tmp_path):
     rows_of.main(game, tmp_path, size=3, test_size=2, seed=5, system="Be brief.")
     train, test = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("train", "test"))
@@ -426,8 +420,6 @@ def test_rows_are_starts(game, tmp_path):
 
 
 # ---- what is trained -----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def engine_and_model(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
@@ -469,28 +461,3 @@ def test_ids_trained_are_ids_sampled_and_rewards_are_those_of_their_texts(spec, 
             "verifiers": [letters("".join(said))],
         }[kind]
         assert rewards(out)[i] == pytest.approx([reward for reward in expected if reward], abs=1e-6)  # float32
-
-
-# ---- each learns ---------------------------------------------------------------------------------
-
-
-def learns(spec: str, folder, steps: int, *args: str) -> list[float]:
-    """The mean reward of each step of grpo.py on the embedded model that was taught calls."""
-    rows_of.main(spec, folder / "data", size=16, test_size=0)
-    flags = ["--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(folder / "data/train.parquet")]
-    flags += ["--prompts-per-step", "4", "--group-size", "8", "--lr", "5e-4", "--total-steps", str(steps)]
-    flags += ["--max-prompt-length", "64", "--max-response-length", "100", "--micro-batch-tokens", "1000"]
-    flags += ["--save-every", "0", "--no-export-model", "--val-every", "0", "--no-val-before-train"]
-    ran(fork("grpo", folder, "--run-name", "run", *flags, *args))
-    found = metrics(folder / "run")
-    assert not any(step.get("agent/failed") for step in found)
-    return [step["reward/mean"] for step in found]
-
-
-SEVERAL_TURNS = ["--reward", "--multi-turn.max-turns", "2", "--multi-turn.max-turn-tokens", "16"]
-
-
-@pytest.mark.slow
-def test_grpo_learns_in_a_few_steps(spec, tmp_path):
-    found = learns(spec, tmp_path, 6, *SEVERAL_TURNS, "--multi-turn.interaction", spec)
-    assert sum(found[-2:]) > 1.2 * sum(found[:2])

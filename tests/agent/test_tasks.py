@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import time
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from lib.distributed import in_thread
 from lib.run.run_config import digest_of
 from lib.sandbox import client
 from tests.agent.test_agent_loop import END, play, response_text, rewards, tokenizer
-from tests.common import ROOT, documented, fork, killed_with_its_children, metrics, ran, wait_until
+from tests.common import ROOT, documented, fork, killed_with_its_children, metrics, one_line, ran, wait_until
 
 TASKS = ROOT / "data/toy_tasks"
 PATIENT_S = 100.0  # of what should take no time
@@ -56,8 +57,6 @@ def write(folder: Path, files: dict[str, str | None] | None = None) -> Path:
 
 
 # ---- the embedded tasks --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "before"), [("count", 0.0), ("fix_test", 0.25), ("rename", 0.0)])
 def test_a_task_is_solved_by_its_solution_only(name, before):
     async def body(opened):
@@ -85,8 +84,6 @@ def test_a_dockerfile_of_copies_says_where_the_files_are():
 
 
 # ---- the reward ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("check", "reward"),
     [
@@ -109,7 +106,6 @@ def test_what_a_check_gives(tmp_path, check, reward):
 
 
 # ---- hostile commands ----------------------------------------------------------------------------
-
 SHORT_S = 0.5
 
 
@@ -246,7 +242,6 @@ def test_closing_ends_a_command():
 
 
 # ---- the tool, a run, an agent -------------------------------------------------------------------
-
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": %s}}\n</tool_call>' + END
 
 
@@ -375,7 +370,6 @@ def test_the_provider_of_the_documents(tmp_path, monkeypatch):
 
 
 # ---- folders that are no tasks -------------------------------------------------------------------
-
 IN_APP = "FROM ubuntu\nWORKDIR /app\n"
 
 
@@ -400,9 +394,8 @@ IN_APP = "FROM ubuntu\nWORKDIR /app\n"
 )
 def test_a_folder_that_is_no_task_is_one_line(tmp_path, files, said):
     write(tmp_path / "own", files)
-    with pytest.raises(InputError) as error:
+    with one_line(re.escape(said)):
         read_tasks(tmp_path)
-    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_flags_that_do_not_fit_are_one_line(tmp_path):
@@ -461,9 +454,8 @@ def test_a_link_out_of_a_task_is_one_line(tmp_path, link, target, local):
     path = write(tmp_path / "tasks/own", {"environment/deep/a": ""}) / link
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     path.symlink_to(target)
-    with pytest.raises(InputError) as error:
+    with one_line(re.escape(f"links to {target!r}, outside the task")):
         read_tasks(tmp_path / "tasks", local)
-    assert f"links to {target!r}, outside the task" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_link_within_a_task_and_what_is_no_file(tmp_path):

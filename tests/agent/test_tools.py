@@ -32,7 +32,7 @@ from agent.tools.builtin import calculator
 from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.model import load_tokenizer
-from tests.common import ROOT, TOY_MODEL, Handler, http_server, killed_with_its_children, wait_until
+from tests.common import ROOT, TOY_MODEL, Handler, http_server, killed_with_its_children, one_line, wait_until
 
 LIMIT_S = 0.3  # of tools that hang; the others take milliseconds
 PATIENT_S = 60.0
@@ -60,8 +60,6 @@ def echo(text: str, times: int = 1, tail: str | None = None) -> str:
 
 
 # ---- functions as tools --------------------------------------------------------------------------
-
-
 def test_a_function_is_a_tool():
     schema = FunctionTool(echo).get_openai_tool_schema()
     assert schema["function"]["name"] == "echo"
@@ -110,8 +108,6 @@ def test_a_function_without_a_schema_is_refused(function):
 
 
 # ---- a call that is refused ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "kind", "words"),
     [
@@ -139,8 +135,6 @@ def test_arguments_nested_deeply_are_answered(depth):
 
 
 # ---- hostile tools -------------------------------------------------------------------------------
-
-
 class Unspeakable(Exception):
     def __str__(self):
         raise SystemExit("no")
@@ -309,7 +303,6 @@ def test_output_is_cut_where_asked(text, max_chars, truncate):
 
 
 # ---- calculator ----------------------------------------------------------------------------------
-
 NUMBERS = st.integers(0, 10**6).map(str) | st.floats(0, 1e6).map(lambda x: f"{x:.6f}")
 SIGNS = ["+", "-", "*", "/", "//", "%", "**"]
 EXPRESSIONS = st.recursive(
@@ -366,8 +359,6 @@ def test_calculator_refuses(expression):
 
 
 # ---- python, search ------------------------------------------------------------------------------
-
-
 def test_python():
     (tool,) = load_tools(("python",)).values()
     assert answer(tool, {"code": "import math\nprint(math.factorial(5), '\\u00e9')"}).text == "120 é\n"
@@ -426,7 +417,6 @@ def test_search_by_http():
 
 
 # ---- MCP -----------------------------------------------------------------------------------------
-
 SERVER = '''
 import os
 from mcp.server.mcpserver import MCPServer
@@ -587,7 +577,6 @@ def test_a_schema_stops_nothing_and_fetches_nothing(hostile_server):
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
 FILE = '''
 from agent import BaseInteraction, BaseTool
 
@@ -767,9 +756,8 @@ def test_a_file_of_tools_that_cannot_be_read_is_one_line(verl_file, change, word
         assert old in text
         text = text.replace(old, new)
     verl_file.write_text(text)
-    with pytest.raises(InputError, match=f"^--multi-turn.tools {verl_file}.*({words})") as caught:
+    with one_line(f"^--multi-turn.tools {verl_file}.*({words})"):
         load_tools((str(verl_file),))
-    assert "\n" not in str(caught.value)
 
 
 def test_tools_of_a_file_share_it(tool_file):
@@ -802,9 +790,8 @@ def test_tools_of_a_file_share_it(tool_file):
     ],
 )
 def test_tools_that_cannot_be_loaded(tool_file, specs, words):
-    with pytest.raises(InputError, match=words) as caught:
+    with one_line(words):
         load_tools(tuple(spec.format(file=tool_file, folder=tool_file.parent) for spec in specs))
-    assert "\n" not in str(caught.value)
 
 
 def test_interactions_that_cannot_be_loaded(tool_file):
@@ -843,7 +830,6 @@ def test_reasoning_gym_gives_further_tries():
 
 
 # ---- parsers -------------------------------------------------------------------------------------
-
 TRICKY = ["</tool_call>", "<tool_call>", '{"name": "x"}', "}", ";", "\n", '"', "\\", "<|im_end|>",
           "é漢\N{GRINNING FACE}", "; {", "</think>", "<think>", "</function>"]  # fmt: skip
 STRINGS = st.lists(st.sampled_from(TRICKY) | st.text(max_size=5), max_size=4).map("".join)

@@ -19,11 +19,10 @@ from lib.data.vision import Vision, media_hash
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, reduce_metrics, shard_model
 from lib.model import load_model, response_log_probs
-from lib.rollout import HFEngine, Sampling, hf_engine, sync_weights
+from lib.rollout import HFEngine, Sampling, hf_engine
 from tests.agent.test_agent_loop import END, FORGETS, TEMPLATE, Scripted, User, response_ids
 from tests.common import MROPE, tiny_vision_config, with_slow
-from tests.rollout.test_rollout import close
-from tests.rollout.test_vision_rollout import TOLERANCE, engine_of, idefics3_config, noise, save_idefics3
+from tests.rollout.test_vision_rollout import TOLERANCE, idefics3_config, noise
 
 PARTS = (
     "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}{%% for part in message['content'] %%}"
@@ -117,8 +116,6 @@ def play(how: MultiTurn, rows, *turns, T=900):
 
 
 # ---- tokens, positions, inputs -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl", "qwen2_5_vl", "glm4v"])
 def test_a_row_is_the_whole_conversation_encoded_at_once(kind):
     how, first = settings(make_vision(kind)), noise(1, 24, 32)
@@ -171,8 +168,6 @@ def test_a_new_segment_has_all_images_again(kind):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
 def test_more_images_than_max_images_are_answered_with_an_error():
     how = settings(make_vision("idefics3", max_images=2))
     both = CALL % (0, 0, 12, 20) + "\n" + CALL % (0, 0, 8, 8) + END
@@ -254,8 +249,6 @@ def test_zoom_crops_and_enlarges():
 
 
 # ---- engines -------------------------------------------------------------------------------------
-
-
 def calls(text: str) -> list[ToolCall]:
     """A random model's: each turn looks at a rectangle that depends on what was said."""
     x = sum(map(ord, text)) % 10
@@ -347,21 +340,6 @@ def test_a_sampled_placeholder_is_text(hf, monkeypatch):
     masked = DataProto.from_dict(dict(out.batch), out.non_tensor_batch)
     masked.batch["response_mask"] = torch.zeros_like(out.batch["response_mask"])
     assert not response_log_probs(model, masked, 1.0)[0].any()
-
-
-@pytest.mark.slow
-def test_vllm_samples_from_the_policy_that_is_trained(world, tmp_path):
-    pytest.importorskip("vllm")
-    vision = replace(make_vision("idefics3"), max_images=4)
-    model = save_idefics3(vision.processor, tmp_path / "model")
-    engine, model = engine_of("vllm", vision.processor, model, tmp_path / "e", max_images=4, max_length=256)
-    sync_weights(engine, model, 0, tolerance=TOLERANCE)
-    try:
-        out = random_play(engine, vision)
-        assert max(len(data.get("image", ())) for data in out.non_tensor_batch["multi_modal_data"]) == 4
-        check_log_probs(model, out)
-    finally:
-        close(engine)
 
 
 def test_episodes_have_a_tokenizer_of_their_own():

@@ -141,7 +141,6 @@ def test_accelerate_cpu_launch_that_starts_one_process_is_refused_with_the_mend(
 
 
 # ---- ranks that were started differently ---------------------------------------------------------
-
 SECOND_START = {  # what rank 1 has otherwise, and what is said of it
     "--lr 1e-3": "--lr is 0.001 on rank 1, 0.0003 on rank 0",
     "--multi-turn.tools calculator": "--multi-turn.tools is calculator on rank 1, '' on rank 0",
@@ -233,16 +232,15 @@ def test_ranks_that_would_wait_for_one_another_for_ever_end_with_one_line(tmp_pa
 
 
 # ---- shards ----------------------------------------------------------------------------------------
-def replica_layout(world, path):
-    model = shard_model(load_model(path), make_mesh(world, 2), torch.float32)
-    p = trainable_parameters(model)[0]
-    return p.to_local().clone(), dict(iter_full_params(model))
-
-
 def test_replicas_hold_equal_shards_and_give_whole_parameters(tmp_path):
     path = save_tiny(tmp_path)
+
+    def replica_layout(world):
+        model = shard_model(load_model(path), make_mesh(world, 2), torch.float32)
+        return trainable_parameters(model)[0].to_local().clone(), dict(iter_full_params(model))
+
     expected = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    a, b, c, d = run_ranks(4, replica_layout, path)
+    a, b, c, d = run_ranks(4, replica_layout)
     assert torch.equal(a[0], c[0]) and torch.equal(b[0], d[0]) and not torch.equal(a[0], b[0])
     for _, params in (a, b, c, d):
         assert params.keys() == expected.keys() and all(torch.equal(params[k], expected[k]) for k in params)
@@ -258,20 +256,20 @@ class BytesGathered(TorchDispatchMode):
         return out
 
 
-def gathered_in_bfloat16(world, path):
-    model = shard_model(load_model(path), make_mesh(world), torch.float32)
-    with BytesGathered() as gathered:
-        weights = dict(iter_full_params(model, torch.bfloat16))
-    return gathered.total, weights
-
-
 def test_a_weight_is_cast_before_it_is_gathered(tmp_path):
     """2 bytes a weight go over the network, not 4 (a weight whose rows two ranks cannot halve: one more row), and the
     bits are those of a cast afterwards."""
     path = save_tiny(tmp_path)
+
+    def gathered_in_bfloat16(world):
+        model = shard_model(load_model(path), make_mesh(world), torch.float32)
+        with BytesGathered() as gathered:
+            weights = dict(iter_full_params(model, torch.bfloat16))
+        return gathered.total, weights
+
     expected = {name: p.bfloat16() for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
     by_formula = sum(2 * math.ceil(len(p) / 2) * p[0].numel() * 2 for p in expected.values())
-    for total, weights in run_ranks(2, gathered_in_bfloat16, path):
+    for total, weights in run_ranks(2, gathered_in_bfloat16):
         assert total == by_formula
         assert weights.keys() == expected.keys() and all(torch.equal(weights[k], expected[k]) for k in expected)
 

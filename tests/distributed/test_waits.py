@@ -269,40 +269,7 @@ def in_a_child(function, *args):
     assert child.exitcode == 0
 
 
-WAYS_OUT = {  # what user code does; the rank's exit code; what the run says, if anything
-    "os._exit(0)": (lambda: os._exit(0), 1, r"the run was ended by os\._exit\(0\) in .*/test_waits.py:\d+"),
-    "in a thread": (
-        lambda: ThreadPoolExecutor(1).submit(os._exit, 0).result(),
-        1,
-        r"the run was ended by os\._exit\(0\) in .*",
-    ),
-    "os._exit(256)": (lambda: os._exit(256), 1, r"the run was ended by os\._exit\(256\) in .*"),
-    "os._exit(3)": (lambda: os._exit(3), 3, r"the run was ended by os\._exit\(3\) in .*"),
-    "sys.exit()": (lambda: sys.exit(), 1, r"the run was ended by sys\.exit\(\) in .*/test_waits.py:\d+"),
-    "sys.exit(text)": (lambda: sys.exit("out"), 1, r"the run was ended by sys\.exit\('out'\) in .*"),
-    "sys.exit(3)": (lambda: sys.exit(3), 3, r"the run was ended by sys\.exit\(3\) in .*"),
-    "a child": (lambda: in_a_child(os._exit, 0), 0, None),
-    "the end": (lambda: None, 0, None),
-}
-
-
-def take_the_way_out(way):
-    init_distributed()
-    enter_stage("step 7 rollout")
-    WAYS_OUT[way][0]()
-
-
-@pytest.mark.parametrize("way", WAYS_OUT)
-def test_user_code_that_ends_the_process_is_reported_and_never_with_exit_code_0(tmp_path, start_ranks, way):
-    _, code, said = WAYS_OUT[way]
-    [rank] = start_ranks(1, take_the_way_out, way)
-    assert exit_code(rank) == code
-    lines = (tmp_path / "0").read_text().splitlines()
-    assert len(lines) == (said is not None)
-    assert said is None or re.fullmatch(f"error: rank 0 in step 7 rollout: {said}", lines[0])
-
-
-def full(_):
+def full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x/file")
 
 
@@ -310,30 +277,49 @@ def interrupt(_=None):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def interrupt_a_destructor(_):
+def interrupt_a_destructor():
     type("Interrupted", (), {"__del__": interrupt})()
     time.sleep(WAIT_S)
 
 
-ONE_LINES = {
-    "a full disk": (full, 1, r"error: rank 0 in .*: \[Errno 28\] No space left on .*: 'runs/x/file'; make room, .*"),
+IN_STEP_7 = "error: rank 0 in step 7 rollout: "
+ENDS = {  # what happens in user code; the rank's exit code; what the run says, if anything
+    "os._exit(0)": (lambda: os._exit(0), 1, rf"{IN_STEP_7}the run was ended by os\._exit\(0\) in .*/test_waits.py:\d+"),
+    "in a thread": (
+        lambda: ThreadPoolExecutor(1).submit(os._exit, 0).result(),
+        1,
+        rf"{IN_STEP_7}the run was ended by os\._exit\(0\) in .*",
+    ),
+    "os._exit(256)": (lambda: os._exit(256), 1, rf"{IN_STEP_7}the run was ended by os\._exit\(256\) in .*"),
+    "os._exit(3)": (lambda: os._exit(3), 3, rf"{IN_STEP_7}the run was ended by os\._exit\(3\) in .*"),
+    "sys.exit()": (lambda: sys.exit(), 1, rf"{IN_STEP_7}the run was ended by sys\.exit\(\) in .*/test_waits.py:\d+"),
+    "sys.exit(text)": (lambda: sys.exit("out"), 1, rf"{IN_STEP_7}the run was ended by sys\.exit\('out'\) in .*"),
+    "sys.exit(3)": (lambda: sys.exit(3), 3, rf"{IN_STEP_7}the run was ended by sys\.exit\(3\) in .*"),
+    "a child": (lambda: in_a_child(os._exit, 0), 0, None),
+    "a full disk": (full, 1, rf"{IN_STEP_7}\[Errno 28\] No space left on .*: 'runs/x/file'; make room, .*"),
     "Ctrl-C": (interrupt, 130, "interrupted"),
     "Ctrl-C in a destructor": (interrupt_a_destructor, 130, "interrupted"),
+    "a closed terminal": (lambda: os.kill(os.getpid(), signal.SIGHUP), 0, None),
+    "the end": (lambda: None, 0, None),
 }
 
 
-@pytest.mark.parametrize("what", ONE_LINES)
-def test_an_early_end_is_one_line(tmp_path, start_ranks, what):
-    main, code, said = ONE_LINES[what]
+def end_in(way):
+    init_distributed()
+    enter_stage("step 7 rollout")
+    ENDS[way][0]()
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_an_early_end_is_one_line_and_never_has_exit_code_0(tmp_path, start_ranks, way):
+    _, code, said = ENDS[way]
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is where a shell's & started the tests
-    [rank] = start_ranks(1, main)
+    [rank] = start_ranks(1, end_in, way)
     signal.signal(signal.SIGINT, ignored)
     assert exit_code(rank) == code
-    assert re.fullmatch(f"{said}\n", (tmp_path / "0").read_text())
-
-
-def test_a_closed_terminal_does_not_end_the_run(start_ranks):
-    assert exit_code(*start_ranks(1, lambda _: os.kill(os.getpid(), signal.SIGHUP))) == 0
+    lines = (tmp_path / "0").read_text().splitlines()
+    assert len(lines) == (said is not None)
+    assert said is None or re.fullmatch(said, lines[0])
 
 
 def test_stages_that_end_may_take_longer_together(start_ranks):
@@ -369,7 +355,6 @@ def test_without_a_time_limit_nobody_watches(start_ranks):
 
 
 # ---- launchers -----------------------------------------------------------------------------------
-
 PROBE = """
 import os, signal, sys, time
 import torch.distributed as dist

@@ -274,20 +274,15 @@ def test_images(here, kind, tmp_path):
     assert waited.keys() <= {ROWS, LARGEST, NORM, TOWER, MODEL} | in_backward and waited[ROWS] == 5
 
 
-def prepared(world, *flags):
-    """PPO's models and a reference: (actor, critic, reference)."""
-    _, args, needs, (actor, critic) = set_up("ppo", world, *flags)
-    with patch.object(setup.models, "shard_model", placed):
-        return actor, critic, setup.ModelFactory(args, needs, world).reference(actor)
-
-
 @on_gpu
 @pytest.mark.parametrize("flags", with_slow([[], LORA], []), ids=" ".join)
 def test_forward_passes(here, flags):
     """The check of the first batch; log-probs, entropies, squared scores, a reference's log-probs and values."""
     results = []
     for world in (on_cpu(here), here):
-        actor, critic, ref = prepared(world, *flags)
+        _, args, needs, (actor, critic) = set_up("ppo", world, *flags)
+        with patch.object(setup.models, "shard_model", placed):
+            ref = setup.ModelFactory(args, needs, world).reference(actor)
         batch = rows(world)
         actor.check_rows(batch)
         events.clear()

@@ -20,7 +20,6 @@ def accuracy(scorer: str, truth, response: str, **kwargs) -> float:
 
 
 # ---- thoughts: in all scorers ----
-
 FORMS = {  # the form of an answer, the truth, a right answer, a wrong one
     "gsm8k": ("#### {}", "6", "6", "5"),
     "math": ("The answer is \\boxed{{{}}}.", "6", "6", "5"),
@@ -62,7 +61,7 @@ def test_a_thought_is_no_answer(scorer):
 
 
 # ---- answers, by scorer ----
-
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1*422"}}\n</tool_call>'
 # fmt: off
 ANSWERS: dict[str, list[tuple]] = {  # scorer: (truth, right answers, wrong ones)
     "gsm8k": [
@@ -215,7 +214,8 @@ ANSWERS: dict[str, list[tuple]] = {  # scorer: (truth, right answers, wrong ones
         ({"target": 24, "numbers": [4, 6, 1]}, ["<answer>4 *6* 1</answer>"], []),
     ],
     "arithmetic": [
-        ("422", ["12,12,4=422", "=\uff14\uff12\uff12"], ["=0422"]),
+        ("422", ["12,12,4=422", "=422", "3=1=422", "=422\n", f"{CALL}=422", "=\uff14\uff12\uff12"],
+         ["=0422", "=+422", "=422.0", "=422 or 423", "=421,422", "=422=", "422", CALL]),
         ("-4", ["1,5=\u22124"], []),
         ("4", [], ["1,5=\u22124", "=4\n25"]),
     ],
@@ -270,7 +270,6 @@ def test_an_answer_to_a_task_of_reasoning_gym(response, right):
 
 
 # ---- truths ----
-
 ONE = {"gsm8k": "#### 18", "math_dapo": "Answer: 18", "arithmetic": "=18", "search_qa": "<answer>18</answer>"}
 
 

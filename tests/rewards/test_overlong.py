@@ -1,7 +1,5 @@
 """rewards/overlong.py: DAPO's overlong penalty as a scorer, for all scripts."""
 
-import json
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from lib.model import load_tokenizer
 from lib.reward.scorer import load_scorers
 from lib.reward.scores import RewardManager
 from rewards.overlong import compute_score
-from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran
+from tests.common import ROOT, TOY_MODEL
 
 SPEC = f"{ROOT}/rewards/overlong.py:compute_score"
 
@@ -55,17 +53,3 @@ def test_the_overlong_scorer_takes_any_other_scorer(tmp_path):
     for buffer in (0, 11):
         with pytest.raises(ValueError, match=rf"overlong_buffer {buffer}: must be in 1..10, the limit of tokens"):
             compute_score("any", "abc", "7", response_length=9, max_response_length=10, overlong_buffer=buffer)
-
-
-@pytest.mark.slow
-def test_remax_and_validation_score_by_the_limits_of_their_own(tmp_path):
-    """Its greedy responses are scored, too. grpo.py and ppo.py: tests/test_your_own.py, tests/test_coming_from.py."""
-    val = ["--val-files", str(ROOT / "data/toy/val.jsonl"), "--val-every", "1"]
-    val += ["--val-kwargs", "max_response_length=24"]
-    flags = ["--total-steps", "1", "--max-response-length", "8", "--run-name", "run"]
-    flags += ["--reward", SPEC, "--reward-kwargs", json.dumps({"overlong_buffer": 4})]
-    ran(fork("remax", tmp_path, *SMALL, *val, *flags))
-    logged = {key: value for row in metrics(tmp_path / "run") for key, value in row.items()}
-    assert logged["reward/error_count"] == 0 and logged["reward/overlong_penalty/mean"] < 0
-    assert logged["val/toy/arithmetic/overlong_penalty/mean@1"] > logged["reward/overlong_penalty/mean"]
-    assert logged["val/toy/arithmetic/acc/mean@1"] >= logged["val/toy/arithmetic/mean@1"]

@@ -36,6 +36,7 @@ from rewards import math as math_reward
 from rewards import reasoning_gym as gym_reward
 from rewards.algebra import algebra
 from rewards.similarity import similarity
+from tests.common import one_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,11 +75,6 @@ MATH = [  # response, truth, score, pred
 ]
 
 
-@pytest.mark.parametrize(("response", "truth", "score", "pred"), MATH)
-def test_math(response, truth, score, pred):
-    assert math_reward.compute_score("HuggingFaceH4/MATH-500", response, truth) == {"score": score, "pred": pred}
-
-
 def test_math_off_the_main_thread():
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda case: math_reward.compute_score("math", case[0], case[1]), MATH * 3))
@@ -86,7 +82,6 @@ def test_math_off_the_main_thread():
 
 
 # ---- reasoning_gym ----
-
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # entry["answer"] is None
 
 
@@ -309,8 +304,6 @@ def test_similarity_is_1_for_the_truth_only(answer, truth):
 
 
 # ---- the scripts in data/ ----
-
-
 def read(path):
     return list(datasets.Dataset.from_parquet(str(path), cache_dir=path.parent / "cache"))
 
@@ -698,6 +691,5 @@ def test_script_errors(tmp_path, script, flags, message):
     write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": "a"}])
     if "local_dir" in flags:
         flags = {"local_dir": tmp_path / flags["local_dir"]}
-    with pytest.raises(InputError, match=message) as caught:
+    with one_line(message):
         importlib.import_module(f"data.{script}").main(out=tmp_path / "made", **flags)
-    assert "\n" not in str(caught.value)

@@ -40,23 +40,9 @@ from tests.rewards.test_math import BRACKETS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("data_source", "module"),
-    [
-        ("openai/gsm8k", "gsm8k"),
-        ("math_dapo/aime25", "math_dapo"),
-        ("math_dapo", "math_dapo"),
-        ("aime_2025", "math_dapo"),
-        ("searchR1_hotpotqa", "search_qa"),
-        ("cais/mmlu/anatomy", "multiple_choice"),
-        ("reasoning_gym/gcd", "reasoning_gym"),
-        ("math", None),  # verl's is math_dapo, but a row of this name is as likely MATH's
-        ("*", None),
-        ("", None),
-    ],
-)
-def test_data_sources(data_source, module):
-    assert rewards.scorer_module(data_source) == module
+def test_a_name_that_may_mean_several_data_sources_has_no_scorer():
+    """verl's "math" is math_dapo, but a row of this name is as likely MATH's."""
+    assert [rewards.scorer_module(name) for name in ("math", "*", "")] == [None] * 3
 
 
 RIGHT_AND_WRONG = {  # of each scorer: the truth, a right response, a wrong one
@@ -106,7 +92,6 @@ def test_imports_are_light(modules):
 
 
 # ---- answers ----
-
 TOKENS = ["\\boxed{", "\\boxed{", "{", "}", "}", "\\{", "\\}", "\\", "a"]
 TEXTS = st.lists(st.sampled_from(TOKENS), max_size=14).map("".join)
 
@@ -156,7 +141,6 @@ def test_canonical_numbers_are_equal_as_texts_where_they_are_equal_as_decimals(t
 
 
 # ---- math: its way through the sandbox; test_math.py has its answers ----
-
 FORMS = r"""f(x)=x^2|\int_0^1 x dx|\sum_{i=1}^n i|\lim_{x\to 0} x|\binom{5}{2}|5!|\lfloor x\rfloor|A \cup B
 x \in \mathbb{R}|\mathbb{R}\setminus\{1\}|3+2i|\log_2 8|\sin 30^\circ|x\equiv 3 \pmod 5|\frac{d}{dx}x^2|a=1,b=2
 0.1\overline{6}|12_5|1{,}000|\max(1,2)|[1,2]\cup[2,4]|\{x : x>1\}|e^{i\pi}|-\infty|\emptyset|y=\pm\frac{1}{2}x
@@ -276,7 +260,6 @@ def test_countdown(answer):
 def test_countdown_options():
     truth = {"target": 3, "numbers": [1, 2]}
     assert countdown.compute_score("", "<answer>1-2</answer>", truth, format_score=0.0)["score"] == 0.0
-    assert countdown.compute_score("", "<answer>1-2</answer> no, <answer>1+2</answer>", truth)["score"] == 1.0
     third = {"target": 1, "numbers": [1, 3, 3]}  # 1/3 is no float here
     assert countdown.compute_score("", "<answer>1/3*3</answer>", third)["score"] == 1.0
 
@@ -359,16 +342,11 @@ def test_two_letters_are_no_answer(first, second, shape, between):
 
 def test_search_qa():
     """test_answer_forms.py has the metric em."""
-    for answer, truth, f1 in (
-        ("New York City", ["NYC", "New York"], 0.8),
-        ("14 December 1972", {"target": np.array(["December 14, 1972"], dtype=object)}, 1.0),
-        ("no no no", ["no"], 0.5),
-    ):
-        response = f"<answer>{answer}</answer>"
-        assert search_qa.compute_score("nq", response, truth, metric="f1")["score"] == pytest.approx(f1)
-        assert search_qa.compute_score("nq", answer, truth) == {"score": 0.0, "pred": None}  # without the tags
+    score, truth = partial(search_qa.compute_score, "nq"), {"target": np.array(["NYC", "New York"], dtype=object)}
+    assert score("<answer>New York City</answer>", truth, metric="f1")["score"] == pytest.approx(0.8)
+    assert score("New York", truth) == {"score": 0.0, "pred": None}  # without the tags
     with pytest.raises(InputError, match="use em or f1"):
-        search_qa.compute_score("nq", "<answer>a</answer>", ["a"], metric="rouge")
+        score("<answer>a</answer>", ["a"], metric="rouge")
 
 
 WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat", "Cat.", "?"]), max_size=6).map(" ".join)
@@ -402,7 +380,6 @@ def test_format_options():
 
 
 # ---- hostile texts ----
-
 GYM_TASKS = ["chain_sum", "countdown", "n_queens", "polynomial_multiplication"]  # three of them parse with eval()
 REPEATED = ["\\boxed{", "\\text{", "\\text", "<answer>", "answer:", "answer ", "answer**", "A or "]
 REPEATED += ["#", "1", "1,", "x=", "\u0663\u0664", " ", "$", "\\", "a an the "]
@@ -453,7 +430,7 @@ def probe(module, texts, truths, cwd, shapes=("%s", "\\boxed{%s}", "<answer>%s</
 
 @pytest.mark.parametrize("module", sorted(TRUTHS))
 def test_hostile_texts_score_nothing_and_end(module, tmp_path):
-    """And huge powers are not computed: those that math_verify reads are below."""
+    """And huge powers are not computed: those that math_verify reads are in test_math.py."""
     powers = [] if module in ("math", "geometry3k") else POWERS
     probe(module, HOSTILE + CODE + powers, [TRUTHS[module]], tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -490,17 +467,7 @@ def test_hostile_texts_and_reasoning_gym(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_huge_powers_end_with_math_verifys_limit():
-    code = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
-    code += "from lib.sandbox import client\nclient.GRACE = 300\n"
-    code += f"from rewards.math import compute_score\nprint(compute_score('', {POWERS[1]!r}.join(['$', '$']), '7'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert "'score': 0.0" in done.stdout, done.stderr
-
-
 # ---- judge ----
-
-
 def answer_with(text, **usage):
     return 200, {}, json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode()
 

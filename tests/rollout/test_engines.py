@@ -160,15 +160,27 @@ def test_batch_invariance_acts_on_gpus_and_is_refused_on_cpus(monkeypatch):
         assert os.environ.pop("VLLM_BATCH_INVARIANT") == "1" and inductor.batch_invariant
 
 
-def test_lora_in_16_bits_is_corrected_but_not_twice():
-    skip_without_vllm()
-    flags = ["--rollout-engine", "vllm", "--lora-rank", "4", "--compute-dtype"]
-    default, decoupled, exact = (
-        setup.check(parse_flags(grpo.Args, [*flags, *more]), torch.device("cpu")).correction
-        for more in (["bfloat16"], ["bfloat16", "--loss", "decoupled"], ["float32"])
-    )
-    assert default == {"level": "token", "bounds": (0, 2)}
-    assert decoupled == exact == {}  # this loss has the weight already
+ASYNC = "--rollout-engine http://127.0.0.1:1 --async-level 1"
+LORA = "--rollout-engine vllm --lora-rank 4 --compute-dtype"
+BY_TOKEN = {"level": "token", "bounds": (0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (f"{LORA} bfloat16", BY_TOKEN),
+        (f"{LORA} float32", {}),
+        (f"{LORA} bfloat16 --loss decoupled", {}),  # this loss has the weight already
+        (ASYNC, BY_TOKEN),
+        (f"{ASYNC} --loss decoupled", {}),
+        (f"{ASYNC} --rollout-correction.level measure", {"level": None}),
+        (f"{ASYNC} --rollout-correction.level measure --loss decoupled", {"level": None}),
+    ],
+)
+def test_the_importance_weight_is_in_the_gradient_once(flags, expected):
+    if "vllm" in flags:
+        skip_without_vllm()
+    assert setup.check(parse_flags(grpo.Args, flags.split()), torch.device("cpu")).correction == expected
 
 
 NO_ENGINE = {  # why: the file

@@ -169,7 +169,6 @@ def test_a_resumed_run_records_its_steps_again(recorded, tmp_path):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
 REFUSED = {  # what the message says, by flags
     "--temperature was 1.0, is 0.7. The recorded samples": ["--temperature", "0.7"],
     "--multi-turn.tools was [], is ['calculator']": TOOLS,
@@ -228,12 +227,6 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-def rewrite(file: Path, log_prob: float) -> None:
-    batch = rollout(2)
-    batch.batch["rollout_log_probs"] = torch.tensor([[log_prob]])
-    batch.save_to_disk(file)
-
-
 STEP_2 = "step_000002/rank_0_of_1"
 
 
@@ -243,13 +236,12 @@ def step_1(kept: Path) -> Path:
 
 DAMAGES = {  # to the folder of step 2, by what the message says
     "scores_0.safetensors is not as it was saved": lambda kept: flip_a_bit(kept / "scores_0.safetensors"),
-    "rollout_0.safetensors is not as": lambda kept: rewrite(kept / "rollout_0.safetensors", -2.0),
     "rollout_0.safetensors has 4 bytes": lambda kept: (kept / "rollout_0.safetensors").write_bytes(b"torn"),
     "scores_0.safetensors is missing": lambda kept: (kept / "scores_0.safetensors").unlink(),
     "it is of step_000001/rank_0_of_1": lambda kept: shutil.copytree(step_1(kept), kept, dirs_exist_ok=True),
     "batch.safetensors is not in manifest.json": lambda kept: write_manifest(kept, {}, of=STEP_2),
     "manifest.json is damaged": lambda kept: (kept / "manifest.json").write_text("[" * 100_000),
-    "scores_0.safetensors is not as": lambda kept: shutil.copy(step_1(kept) / "scores_0.safetensors", kept),
+    "rollout_0.safetensors is not as": lambda kept: shutil.copy(step_1(kept) / "rollout_0.safetensors", kept),
 }
 
 

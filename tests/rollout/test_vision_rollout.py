@@ -98,20 +98,6 @@ def hf(request, world, tmp_path_factory):
     return request.param, HFEngine(model, Tokens()), model
 
 
-def test_equal_ids_with_another_image_are_another_prompt(hf):
-    """Rows 0 to 2 have one image, rows 3 and 4 another."""
-    kind, engine, _ = hf
-    prompts = prompts_of(kind)
-    raw = prompts.non_tensor_batch["raw_prompt_ids"]
-    assert raw[0] == raw[2] == raw[3] == raw[4]
-    out = engine.generate(prompts, Sampling(4), [7] * 8)
-    first = out.batch["rollout_log_probs"][:, 0]
-    assert first[0] == first[1] == first[2] and first[3] == first[4]
-    assert abs(first[0] - first[3]) > 1e-3
-    alone = engine.generate(prompts[[3]], Sampling(4), [7])
-    torch.testing.assert_close(alone.batch["rollout_log_probs"][0, 0], first[3], atol=TOLERANCE, rtol=0)
-
-
 def test_images_of_a_group_are_encoded_once(hf, monkeypatch):
     """5 images stand in 8 prompts, in 4 tensors for 6 of them; 4 are different prompts' images."""
     kind, engine, model = hf
@@ -414,7 +400,7 @@ def test_a_server_must_expand_a_prompt_as_training_does(served, processor):
 
 
 # ---- record and replay ---------------------------------------------------------------------------
-def test_a_recorded_rollout_has_its_images_once_and_is_for_no_other_images(world, processor, tmp_path):
+def test_a_recorded_rollout_is_for_no_other_images(world, processor, tmp_path):
     model = Idefics3ForConditionalGeneration(idefics3_config(processor))
     prompts = visual_prompts(processor, model)
     rows = [hf_engine.Generated([5, 6], [0.0, -0.5], "length")] * len(prompts)
@@ -426,14 +412,8 @@ def test_a_recorded_rollout_has_its_images_once_and_is_for_no_other_images(world
     replay = lib.rollout.Replayer(tmp_path, of)
     replay.begin(1)
     again = replay.rollout(prompts, None)
-    for key, column in recorded.batch.items():
-        assert torch.equal(column, again.batch[key])
     for mine, theirs in zip(media_of(recorded), media_of(again)):
         assert (mine and mine.hash) == (theirs and media_hash(theirs.inputs))
-        for before, after in zip(*(own.data["image"] if own else [] for own in (mine, theirs))):
-            assert np.array_equal(before, after)
-    inputs = again.non_tensor_batch["multi_modal_inputs"]
-    assert inputs[0]["pixel_values"] is inputs[2]["pixel_values"] is not inputs[3]["pixel_values"]
     other = prompts[[3, 1, 2, 0, 4, 5, 6, 7]]  # the same tokens
     replay.begin(1)
     with pytest.raises(InputError, match="the prompts of step 1 are not those recorded"):

@@ -59,8 +59,6 @@ def schedule(seed: int) -> tuple[str, list[Fault]]:
 
 
 # ---- in the process that the fault strikes -------------------------------------------------------
-
-
 def kill_a_child(amount: int) -> None:
     """A worker of the scorers, or the process that supervises them."""
     if children := psutil.Process().children(recursive=True):
@@ -119,8 +117,6 @@ def strike_at(fault: tuple, rank: int) -> None:
 
 
 # ---- outside -------------------------------------------------------------------------------------
-
-
 def start(name: str, folder: Path, fault: Fault | None) -> subprocess.CompletedProcess:
     script, ranks, flags = RUNS[name]
     program = str(ROOT / script)

@@ -193,8 +193,6 @@ Pair = frozenset[Option]
 
 
 # ---- flags ---------------------------------------------------------------------------------------
-
-
 def flags_of(script) -> dict[str, list[str]]:
     """{flag: values} of the script."""
     lines = (FLAGS + OWN.get(script.__name__, "").lstrip()).replace("\n    ", " ").strip().splitlines()
@@ -305,8 +303,6 @@ def quick_checks():
 
 
 # ---- the data ------------------------------------------------------------------------------------
-
-
 FEW = 7  # the seed of a batch in which two groups have equal scores
 
 
@@ -410,8 +406,6 @@ def differences(got, expected) -> list[str]:
 
 
 # ---- the cases -----------------------------------------------------------------------------------
-
-
 def pair(*options: Option) -> Pair:
     return frozenset(options)
 
@@ -591,7 +585,6 @@ def test_every_pair_is_rejected_or_equal(name, one_rank):
 
 
 # ---- two ranks -----------------------------------------------------------------------------------
-
 ON_TWO_RANKS = {  # cases of each script
     "grpo": (
         "--loss gspo --loss-agg-mode seq-mean-token-mean --kl-coef 0.1 --zero-variance drop_from_denominator "
@@ -642,8 +635,6 @@ def test_two_ranks_take_the_same_step():
 
 
 # ---- other rows of the same step -----------------------------------------------------------------
-
-
 def of_one_update(script, case: dict[str, str], rows: list[Row], prompts: int, world: World):
     """What a step with these rows in a single mini-batch logs and trains."""
     args = parsed(script, case | {"--num-mini-batches": "1"} | ({"--zero-variance": "keep"} if script is dapo else {}))
@@ -722,7 +713,6 @@ def test_dapo_deals_leftovers_and_fillers_out_to_the_mini_batches(one_rank, old,
 
 
 # ---- every flag does something -------------------------------------------------------------------
-
 ACTS_WITH = {  # where the flag alone, and what it needs, would change nothing here
     "--max-response-length 8": {"--loss-agg-mode": "seq-mean-token-sum-norm"},
     "--zero-variance mask": {"--kl-coef": "0.1"},

@@ -9,16 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import grpo
-from benchmarks.gpu_check import claims, hardware, report, rows, run, several, stages, wheels
+from benchmarks.gpu_check import claims, report, rows, run, several, wheels
 from benchmarks.gpu_check.common import TOY_MODEL
 from lib.cli.flags import parse_flags
-from planner.memory import GIB, memory_table
 from tests.common import ROOT, environment, fork_module, is_alive, ran
 
 SCRIPT = str(ROOT / "benchmarks/gpu_check.sh")
@@ -195,19 +193,7 @@ def test_every_line_of_the_summary_is_filled_and_short(tmp_path):
     assert set(re.findall(r"[GMP]\d+", lines[-1])) == claims.CLAIMS.keys()
 
 
-def test_gpus_are_named_and_the_peak_of_a_dry_run_is_read_from_its_table(monkeypatch):
-    of_one = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: of_one)
-    for count, expected in ((0, "no GPU"), (8, "8 x NVIDIA H100 80GB HBM3 (80 GiB)")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert hardware.in_words(hardware.gpus_of(torch.device("cuda"))) == expected
-    moments = {"loss": {"weights": 3 * GIB, "work": 2 * GIB}, "optimizer": {"weights": 3 * GIB}}
-    assert stages.sums(memory_table(moments, 80 * GIB)) == [5.0, 3.0]
-
-
 # ---- several GPUs --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_what_several_gpus_run_are_flags_of_grpo(ranks, monkeypatch):
     """With one run's metrics in the place of all, and a job that is not started."""
@@ -244,8 +230,6 @@ def test_several_ranks_run_on_a_cpu(tmp_path):
 
 
 # ---- a GPU machine that has torch and transformers -----------------------------------------------
-
-
 def test_wheels_are_what_the_scripts_import_and_what_that_requires(monkeypatch):
     monkeypatch.setattr(wheels, "imported", lambda: {"numpy", "tensordict", "PIL", "json", "yaml"})
     names = [line.partition("==")[0] for line in wheels.missing()]

@@ -122,8 +122,6 @@ def test_no_loss_depends_on_the_layout_of_its_mini_batch_or_on_masked_positions(
 
 
 # ------------------------------------------------------------------- shared prompts, through a model
-
-
 def groups_batch(groups, order=None, seed=0):
     """Rows of the groups (prompt length, response lengths), in this order; a group's rows have one prompt."""
     batch = rollout_batch([p for p, rs in groups for _ in rs], [r for _, rs in groups for r in rs], seed)

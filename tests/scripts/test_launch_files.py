@@ -79,8 +79,6 @@ def two_nodes():
 
 
 # ---- accelerate ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name, machines, processes", [("1", 1, 1), ("8", 1, 8), ("2x8", 2, 16)])
 def test_accelerate_reads_its_files_and_does_not_wrap(name, machines, processes):
     """A job by the file of one node: tests/distributed/test_distributed.py."""
@@ -118,8 +116,6 @@ def test_the_file_of_two_nodes_makes_one_job_of_them(tmp_path):
 
 
 # ---- torchrun and Slurm --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", ["one_node.sh", "torchrun_nodes.sh"])
 def test_a_launch_script_finds_the_environment_or_says_what_to_do(tmp_path, script):
     (tmp_path / "tools/launch").mkdir(parents=True)
@@ -270,8 +266,6 @@ def test_an_image_has_no_root_no_secret_and_no_index_but_the_compilers_that_torc
 
 
 # ---- requirements --------------------------------------------------------------------------------
-
-
 def pins(file: str) -> dict[str, str]:
     """{package: version}. Raises if a line is anything else than name==version, or names a package again."""
     lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text().splitlines()]

@@ -51,8 +51,6 @@ def small(script: str, folder: Path, *args: str) -> list[dict]:
 
 
 # ---- each learns ---------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SIBLINGS)
 def test_accuracy_rises_on_held_out_prompts(tmp_path, script):
@@ -81,8 +79,6 @@ def test_validation_alone_closes_what_it_opened(tmp_path, script):
 
 
 # ---- cost by tokens, not by limits ----
-
-
 def test_no_number_depends_on_limits_that_no_row_reaches(tmp_path):
     """To the bit: tensors are as wide as the step's longest row, dapo.py's leftovers of earlier steps included. And it
     trains on groups with a signal only."""
@@ -106,7 +102,6 @@ def test_no_number_depends_on_limits_that_no_row_reaches(tmp_path):
 
 
 # ---- 1 rank and 2 --------------------------------------------------------------------------------
-
 IN_THE_REWARD = ["--kl-placement", "reward", "--kl-estimator", "k1", "--kl-target", "0.01", "--kl-horizon", "100"]
 ONCE = ["--update-epochs", "1"]
 ON_TWO_RANKS = {
@@ -305,8 +300,6 @@ def test_killed_and_resumed_equals_never_interrupted_bit_for_bit(tmp_path, case)
 
 
 # ---- PPO -----------------------------------------------------------------------------------------
-
-
 def test_the_values_of_a_critic_of_another_shape_start_at_0(tmp_path):
     config = AutoConfig.from_pretrained(TOY_MODEL, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "critic")
@@ -334,8 +327,6 @@ def test_a_policy_waits_for_its_critic_also_after_a_resume(tmp_path):
 
 
 # ---- ReMax ---------------------------------------------------------------------------------------
-
-
 def test_remax_baseline_is_the_greedy_reward_of_the_same_prompt(tmp_path):
     """A step over all prompts: its mean baseline is the greedy accuracy on them. Sampled among the one most likely
     token, responses are greedy too, and then every advantage is 0 if and only if each row has its own prompt's."""
@@ -355,8 +346,6 @@ def test_remax_baseline_is_the_greedy_reward_of_the_same_prompt(tmp_path):
 
 
 # ---- DAPO ----------------------------------------------------------------------------------------
-
-
 def test_dapo_finds_the_signal_of_gdpo_in_each_reward():
     """Group a differs in both rewards and not in their sum, group b in neither."""
     mask, uid = torch.ones(4, 1, dtype=torch.long), np.array(["a", "a", "b", "b"], dtype=object)
@@ -369,8 +358,6 @@ def test_dapo_finds_the_signal_of_gdpo_in_each_reward():
 
 
 # ---- several turns -------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_calculator_is_learnt(tmp_path):
     args = ["--train-files", str(ROOT / "data/toy_tools/train.jsonl")]

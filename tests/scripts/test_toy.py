@@ -1,4 +1,4 @@
-"""The embedded tasks: files as the generators write them, starts that leave room to climb, a scorer without loopholes.
+"""The embedded tasks: files as the generators write them, and starts that leave room to climb.
 
 Runs on images: test_toy_vision.py.
 """
@@ -73,8 +73,6 @@ def decoded(row: dict) -> Image.Image:
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_tokenizers_are_the_generators_and_fit_the_models(task, tmp_path):
     """AutoTokenizer has not put in another class."""
@@ -123,17 +121,7 @@ def test_rows_are_the_generators_with_the_right_truths_and_none_twice():
     assert few == "".join((toy.FOLDER / "train.jsonl").read_text().splitlines(keepends=True)[:256])
 
 
-def test_scorer():
-    """It sees the texts of all sampled turns, joined."""
-    right = ["=422", "12,12,4=422", "3=1=422", "=422\n", toy_tools.tool_call("1*422") + "=422"]
-    wrong = ["=423", "=0422", "=+422", "=422.0", "=422 or 423", "=421,422", "=422=", "422", "", right[-1][:-4]]
-    for responses, score in ((right, 1.0), (wrong, 0.0)):
-        assert {compute_score("toy/arithmetic", text, "422")["score"] for text in responses} == {score}
-
-
 # ---- templates -----------------------------------------------------------------------------------
-
-
 def test_chat_template():
     tokenizer = tokenizer_of(toy)
     messages = [{"role": "user", "content": "137+285"}]
@@ -169,8 +157,6 @@ def test_the_agent_loop_takes_the_template_of_tools_and_reads_the_calls():
 
 
 # ---- images --------------------------------------------------------------------------------------
-
-
 def test_a_row_asks_for_what_its_image_shows_and_its_text_does_not_say():
     """No answer to a question is right in more than 1 of 4 rows: 3 standard deviations above 1 of 5 for the 85
     held-out rows of a colour. Blank rows differ in the image only."""
@@ -202,8 +188,6 @@ def test_a_row_asks_for_what_its_image_shows_and_its_text_does_not_say():
 
 
 # ---- starts --------------------------------------------------------------------------------------
-
-
 def test_the_later_pupils_of_toy_rare_hardly_ever_work_a_sum_out():
     demonstrate, rng = toy_rare.pupils(), random.Random(0)
     for count, share in ((toy_rare.FIRST * toy_rare.BATCH, toy.SHARE_WORKED), (10_000, toy_rare.SHARE_RARE)):

@@ -17,8 +17,6 @@ MODEL = toy_vision.FOLDER / "model"
 
 
 # ---- the scripts ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """flags(blank=False, count=32): those of a small run, on held-out rows with their images or with white ones. Each
@@ -36,14 +34,10 @@ def flags(tmp_path_factory):
     return flags
 
 
-def of_steps(folder: Path) -> list[dict]:
-    return [row for row in metrics(folder) if "reward/mean" in row]
-
-
 @pytest.mark.parametrize("script", with_slow(["grpo", "ppo", "remax", "dapo"], "grpo", "remax", "dapo"))
 def test_every_script_trains_the_whole_model_and_exports_it(tmp_path, flags, script):
     ran(fork(script, tmp_path, *flags(), "--run-name", "run", "--total-steps", "2", "--kl-coef", "0.01"))
-    rows = of_steps(tmp_path / "run")
+    rows = [row for row in metrics(tmp_path / "run") if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["rollout/logp_diff_max"] < 1e-4  # it trains on what the engine saw
     assert unexplained_metrics(tmp_path / "run", "metrics.md") == []

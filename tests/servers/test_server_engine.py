@@ -7,9 +7,7 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -60,6 +58,7 @@ from tests.common import (
     http_server,
     key_header,
     metrics,
+    one_line,
     ran,
     randomize_lora_b,
     rollouts,
@@ -817,8 +816,6 @@ def test_a_broadcast_listens_on_the_way_to_its_servers(monkeypatch, urls, addres
 
 
 # ---- what a person reads --------------------------------------------------------------------------
-
-
 class Stub(Handler):
     """A server that was started otherwise: what it answers to each path, or 404."""
 
@@ -857,13 +854,6 @@ def stub(world, tmp_path):
             return build(url, save_tiny(tmp_path / "model"), tmp_path)
 
         yield make
-
-
-@contextmanager
-def one_line(match: str, error: type[Exception] = InputError) -> Iterator:
-    with pytest.raises(error, match=match) as raised:
-        yield raised
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("message", WRONG)
@@ -968,7 +958,7 @@ def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):
 
     monkeypatch.setattr(server_weights, "_buckets", buckets)
     monkeypatch.setattr(server_weights, "BUCKET_BYTES", 9000)
-    with one_line("must serve the model that is trained") as raised:
+    with pytest.raises(InputError, match="must serve the model that is trained") as raised:
         sync_weights(engine, model, 1, tolerance=TOLERANCE)
     assert "no answer" not in str(raised.value)
     process.kill()  # a worker is missing: it would not end by itself
