@@ -124,8 +124,6 @@ def test_grpo_inputs():
     large = torch.tensor([[2.0**24] + [0.5] * 100, [2.0**24] + [0.0] * 100])  # 2^24 + 0.5 is no float32
     advantages, _ = compute_grpo_outcome_advantage(large, torch.ones(2, 101), index, norm_adv_by_std_in_grpo=False)
     assert advantages[:, 0].tolist() == [25, -25]
-    assert compute_grpo_outcome_advantage(rewards, torch.zeros(2, 1), index)[0].tolist() == [[0], [0]]
-    assert compute_grpo_outcome_advantage(torch.zeros(0, 3), torch.zeros(0, 3), [])[0].shape == (0, 3)
     assert zero_variance_rows(torch.zeros(0, 1), torch.zeros(0, 1), []).shape == (0,)
     with pytest.raises(ValueError, match="one group id for each of the 2 rows"):
         compute_grpo_outcome_advantage(rewards, mask, ["u"])
