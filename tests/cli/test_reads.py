@@ -71,8 +71,6 @@ def test_a_run_reads_the_columns_that_its_choices_declare():
 
 
 # ---- perturbed flags -----------------------------------------------------------------------------
-
-
 @cache
 def step_tensors() -> tuple[dict[str, torch.Tensor], np.ndarray, torch.Tensor]:
     """24 rows of up to 8 tokens, and log-probs of the update. Groups of four, two, one, equal and dead rows."""

@@ -74,8 +74,6 @@ def random_batch(seed, dtype=torch.float64, size=1):
 
 
 # ------------------------------------------------------------------- the formulas, as loops, on a batch
-
-
 def valid_tokens(b, i):
     return b["mask"][i].nonzero()[:, 0].tolist()
 
@@ -176,8 +174,6 @@ def rearranged(b, rows):
 
 
 # ------------------------------------------------------------------------- what all estimators must obey
-
-
 def test_every_estimator_is_called_alike():
     for name, estimator in ADV_ESTIMATORS.items():
         signature = inspect.signature(get_adv_estimator_fn(name))

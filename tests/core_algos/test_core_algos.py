@@ -77,8 +77,6 @@ def random_batch(seed, rows=None, width=None):
 
 
 # ----------------------------------------------------------------------------------- masked reductions
-
-
 def valid_values(values, mask):
     return [v for v, m in zip(values.flatten().tolist(), mask.flatten().tolist()) if m]
 
@@ -114,8 +112,6 @@ def test_masked_edges():
 
 
 # ------------------------------------------------------------------------------------------ advantages
-
-
 def test_grpo_inputs():
     rewards, mask = torch.tensor([[1], [0]]), torch.ones(2, 1)  # integer rewards must not truncate the advantages
     for index in (torch.tensor([5, 5]), np.array([5, 5]), ["u", "u"]):
@@ -202,8 +198,6 @@ def test_overlong_penalty_equals_the_loop(seed, buffer, factor):
 
 
 # ------------------------------------------------------------------------- policy loss and aggregation
-
-
 def counts(mask):
     return {"global_tokens": int(mask.sum()), "global_rows": int(mask.any(-1).sum())}
 

@@ -167,8 +167,6 @@ def test_bad_input():
 
 
 # ----------------------------------------------------------------------- masks over the mini-batch
-
-
 MASKS = {
     "cov_keep": {"cov_ratio": 0.2, "cov_bounds": (0, 0.8)},
     "cov_pick": {"cov_ratio": 0.2},
@@ -231,8 +229,6 @@ def test_masks_of_nothing_and_ties():
 
 
 # --------------------------------------------------------------------------------- rollout correction
-
-
 def mismatch_batch(seed, scale=0.7):
     """old_log_prob, rollout_log_probs, mask; now and then a huge ratio."""
     rollout, _, noise, mask = random_batch(seed)

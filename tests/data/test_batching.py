@@ -109,8 +109,6 @@ def test_ranks_whose_prompts_are_shared_make_as_many_micro_batches_as_the_others
 
 
 # ---- rows over ranks -----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def toy():
     return load_model(TOY_MODEL)
@@ -178,8 +176,6 @@ def test_one_rank_or_equal_lengths_stay_as_they_came(size, tmp_path):
 
 
 # ---- batches of any widths and sizes of groups ---------------------------------------------------
-
-
 def joined(world) -> dict:
     """Two batches of a rank's own widths, joined, by all that moves rows between ranks."""
     lengths = [([3, 3, 5, 5], [2, 7, 1, 1]), ([9, 9, 2, 2], [4, 1, 1, 3])][world.rank]

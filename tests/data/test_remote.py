@@ -179,8 +179,6 @@ def test_a_full_or_unwritable_cache_is_one_line(shop, cache):
 
 
 # ---- HTTP ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def server():
     """Serves `files` under `url`. asked: the requests; before_get: called before the first byte of an answer."""

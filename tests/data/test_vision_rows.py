@@ -241,8 +241,6 @@ def test_the_size_is_kept_within_the_limits(tmp_path, width, height):
 
 
 # ---- what is wrong: file, row, reason ----
-
-
 def error_of(*args, **kwargs):
     with pytest.raises(InputError) as caught:
         open_rows(*args, **kwargs)
@@ -490,8 +488,6 @@ def test_mrope_positions_are_those_of_the_models_whole_forward(kind):
 
 
 # ---- batches ----
-
-
 def test_a_batch(tmp_path):
     rows = [make_row("<image>" * len(images), images) for images in ([ONE], [TWO], [], [ONE, TWO])]
     dataset = open_rows(write(tmp_path / "a.jsonl", rows))
@@ -532,8 +528,6 @@ def test_pixels_from_workers_take_no_file_descriptors(tmp_path):
 
 
 # ---- videos ----
-
-
 def frames_of(data):
     [(frames, metadata)] = data["video"]
     assert frames.dtype == np.uint8 and len(frames) == len(metadata["frames_indices"])

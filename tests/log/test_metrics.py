@@ -37,9 +37,8 @@ from lib.run.validation import (
 )
 from tests.common import run_ranks
 
+
 # ---- pass@k and maj@k ----------------------------------------------------------------------------
-
-
 def test_pass_at_k_equals_enumeration():
     for n in range(1, 8):
         for k in range(1, n + 1):
@@ -97,8 +96,6 @@ def test_maj_at_k_samples_many_subsets():
 
 
 # ---- validation ----------------------------------------------------------------------------------
-
-
 def validated(sources, prompts, scores, answers=None, truncated=None, **keys) -> list[Validated]:
     """Rows of these columns; a score of None is a response without one, a key of None one that its scorer left out."""
     rows = []
@@ -189,8 +186,6 @@ def test_validated_rows_take_what_a_scorer_gave():
 
 
 # ---- the batch of a step -------------------------------------------------------------------------
-
-
 def batch_of(rows: list[dict]) -> DataProto:
     """Rows of {uid, score, prompt, response, trained, finish, advantage} (lengths in tokens), P = 4, T = 6. The KL
     takes 0.25 of a row's reward; returns are 2 and values 3 times the advantage."""
@@ -415,8 +410,6 @@ def test_numbers_of_two_data_sources_never_share_a_name(rows):
 
 
 # ---- alerts --------------------------------------------------------------------------------------
-
-
 def test_each_alert_counts_the_steps_in_which_it_holds():
     rows = [
         {
@@ -447,8 +440,6 @@ def test_the_line_of_a_step_shows_what_is_wrong_with_this_step_alone():
 
 
 # ---- micro-batches and the sampler's mismatch ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("split", [[6], [1, 5], [1] * 6, [0, 6]])
 def test_token_means_and_mismatch_equal_the_loop_however_they_are_split(split):
     g = torch.Generator().manual_seed(0)

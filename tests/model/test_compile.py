@@ -73,8 +73,6 @@ def test_compiled_layers_are_sharded_and_checkpointed(tmp_path):
 
 
 # ---- log-probs -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def compile_on_a_cpu(monkeypatch):
     """Gives a function: compile there, too, by this backend."""

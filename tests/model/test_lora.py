@@ -109,8 +109,6 @@ def test_adapters_start_alike_on_every_rank_and_change_nothing(tmp_path):
 
 
 # ---- precision -----------------------------------------------------------------------------------
-
-
 def bf16_base(world, path, reference_first):
     model = load_model(path, dtype=torch.bfloat16)
     add_lora(model, **LORA)
@@ -137,8 +135,6 @@ def test_adapters_and_their_gradients_are_fp32_on_frozen_bf16_weights(tmp_path):
 
 
 # ---- frozen parts --------------------------------------------------------------------------------
-
-
 def train_parts(world, path, pattern):
     model = load_model(path, dtype=torch.float64)
     if pattern:
@@ -166,8 +162,6 @@ def test_a_pattern_that_freezes_nothing_or_everything_is_refused(tmp_path, patte
 
 
 # ---- resume, export ------------------------------------------------------------------------------
-
-
 def export(world, path, folder, dtype):
     adapted = "all-linear" if dtype == torch.float64 else ".*[qkvo]_proj"  # experts have none
     model = add_lora(load_model(path, dtype=dtype), **LORA, target_modules=adapted)

@@ -314,8 +314,6 @@ def test_a_state_is_no_cache_that_grows_with_tokens(tmp_path):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_whose_tokens_depend_on_later_ones_or_on_chance_is_refused(tmp_path, family):
     with pytest.raises(InputError, match=f"--model .*{REFUSED[family]}") as error:
@@ -326,8 +324,6 @@ def test_a_model_whose_tokens_depend_on_later_ones_or_on_chance_is_refused(tmp_p
 
 
 # ---- rollouts ------------------------------------------------------------------------------------
-
-
 def prompts_of(lengths: list[int]) -> DataProto:
     """Random left-padded prompts, each three times."""
     batch = rollout_batch(lengths, [1] * len(lengths)).repeat(3)
@@ -371,8 +367,6 @@ def test_hf_refuses_states_that_it_would_not_carry_right(tmp_path, family):
 
 
 # ---- the check of the first step -----------------------------------------------------------------
-
-
 def checked(world, path, fault, dtype, split):
     """The refusal, if any, of `check_rows` on this rank."""
     model = load(path)

@@ -156,8 +156,6 @@ def test_a_group_fills_its_micro_batches_together(share):
 
 
 # ---- what it is for ------------------------------------------------------------------------------
-
-
 def peaks_of_a_long_row(world, path):
     """Of an update by a row of 2048 tokens: on each rank one of its own, and one for both."""
     peaks = []
@@ -186,8 +184,6 @@ def test_two_ranks_need_half_the_memory_each(tmp_path):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [

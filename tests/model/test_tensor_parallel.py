@@ -64,8 +64,6 @@ def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, monkeypatch, case
 
 
 # ---- weights and optimizer -----------------------------------------------------------------------
-
-
 def trained(world, path, folder, tensor, resume=None):
     """A step by AdamW on a clipped gradient, after loading a checkpoint if asked for, and what is left of it."""
     mesh = make_mesh(world, tensor_parallel=tensor)
@@ -117,8 +115,6 @@ def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, model
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -239,8 +239,6 @@ def test_images_in_the_response_are_a_tools(tmp_path, kind):
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
-
-
 def train_on_ranks(world, path: str, rows: list[list[int]], folder: str) -> tuple:
     """(gradients, log-probs of rows[rank], whether they are those of an export), over micro-batches of 40 tokens."""
     model = shard_model(load_model(path, dtype=torch.float64, on_meta=True), make_mesh(world), torch.float64)
@@ -279,8 +277,6 @@ def test_two_ranks_are_one_where_one_has_no_image(tmp_path, kind):
 
 
 # ---- what is trained -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", of_kinds("qwen3_vl", "gemma3", "llava"))
 def test_parts_of_the_vision_half_have_names(tmp_path, kind):
     model = load_model(save(kind, tmp_path))
@@ -313,8 +309,6 @@ def test_lora_adapts_the_language_part(tmp_path, kind):
 
 
 # ---- refused -------------------------------------------------------------------------------------
-
-
 def test_placeholders_and_images_that_do_not_match_are_refused(tmp_path):
     model, batch = load_model(save("qwen2_5_vl", tmp_path)), vision_batch("qwen2_5_vl")
     cut = batch[[5]]

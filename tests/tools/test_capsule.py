@@ -93,8 +93,6 @@ def with_about(file: Path, to: Path, **changes) -> Path:
 
 
 # ---- packed, opened and replayed -----------------------------------------------------------------
-
-
 def test_a_step_without_its_text_replays_with_tiny_weights(run, tmp_path, capsys):
     """Nothing of the run's folder is needed, and no code of the capsule runs. A changed metric is named."""
     file, folder = tmp_path / "bug.capsule.zip", tmp_path / "opened"
@@ -159,8 +157,6 @@ def test_what_a_capsule_has_not_is_not_named(capsule, tmp_path):
 
 
 # ---- what a capsule holds ------------------------------------------------------------------------
-
-
 def test_keys_folders_and_the_machine_are_not_in_it(run, capsule):
     everything = b"\n".join(contents(capsule).values()).decode(errors="replace")
     for secret in ("sk-abcdef", "jane", "acme", str(run.parent), f"{platform.node()}: "):
@@ -222,8 +218,6 @@ def test_redacted_text_is_random_and_what_is_not_text_stays(run, tmp_path):
 
 
 # ---- bad input -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [  # paths in the test's folder

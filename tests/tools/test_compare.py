@@ -11,9 +11,8 @@ import pytest
 from lib import InputError
 from tools.compare import Args, main, paired_difference, t_quantile
 
+
 # ---- statistics ----------------------------------------------------------------------------------
-
-
 def simulated(rng, seeds, prompts, mean, of_seeds, of_prompts, of_rest):
     noise = of_seeds * rng.normal(size=(seeds, 1)) + of_prompts * rng.normal(size=(1, prompts))
     return mean + noise + of_rest * rng.normal(size=(seeds, prompts))
@@ -92,7 +91,6 @@ def test_what_no_number_of_seeds_shows():
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-
 STEPS, PROMPTS = (0, 10, 20), 40
 
 

@@ -279,8 +279,6 @@ def test_the_engine_hf_has_the_log_probs_of_training_to_the_bit():
 
 
 # ---- bad input -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "change, error",
     [

@@ -60,9 +60,8 @@ def calculator(expression: str) -> str:
 
 PATIENCE_MS = 120_000  # for anything in the browser, on a busy machine
 
+
 # ---- the browser -----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
     if why := why_no_browser():
@@ -178,8 +177,6 @@ def made(tmp_path_factory) -> Path:
 
 
 # ---- runs of the scripts -------------------------------------------------------------------------
-
-
 def test_the_page_of_a_run(toy, visit):
     page = visit(toy)
     card = page.locator(".run")
@@ -283,8 +280,6 @@ def test_exceptions_of_tools_are_shown_as_text(tools, visit):
 
 
 # ---- samples: filters ------------------------------------------------------------------------------
-
-
 def test_filters_find_what_the_files_hold(made, visit):
     page, rows = visit(made / "a"), rows_of(made / "a")
     page.select_option("#f-kind", "train")
@@ -382,8 +377,6 @@ def test_what_does_not_fit_is_left_out_evenly_and_said(made, visit, tmp_path):
 
 
 # ---- curves: several runs --------------------------------------------------------------------------
-
-
 def test_runs_lie_over_each_other_and_seeds_are_a_range(made, visit):
     page = visit(made / "a", made / "b", made / "c")
     page.locator("#curves").evaluate("e => e.scrollIntoView()")
@@ -426,7 +419,6 @@ def test_runs_of_one_name_are_told_apart(made, tmp_path):
 
 
 # ---- text from runs --------------------------------------------------------------------------------
-
 HOSTILE = ["</script>", "<script>document.title = 'pwned'</script>", "<img src=http://example.com/x onerror=alert(1)>"]
 HOSTILE += ["\x1b[31m", "\x00", "\u202eabc", "\u200b", "\u2028", "שלום", "\u2066", "<!--", "&lt;", "\n", "{{ 7 * 7 }}"]
 
@@ -490,8 +482,6 @@ def test_json_in_a_script_element_cannot_end_it(text):
 
 
 # ---- looks -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("runs", with_slow(["toy", "tools", "hostile"], "toy", "tools"))
 def test_a_phone_scrolls_in_one_direction(runs, visit, request):
     page = visit(request.getfixturevalue(runs), viewport={"width": 360, "height": 740})
@@ -522,8 +512,6 @@ def test_everything_can_be_reached_by_keyboard(made, visit):
 
 
 # ---- the first screen, sweeps, two responses -------------------------------------------------------
-
-
 @pytest.mark.parametrize("width", with_slow([1280, 390], 390))
 def test_the_first_screen_has_results_a_curve_and_samples(made, visit, width):
     page = visit(made / "a", viewport={"width": width, "height": 900})
@@ -614,8 +602,6 @@ def test_two_responses_are_compared_token_by_token(made, tmp_path, visit):
 
 
 # ---- runs that are old, empty, broken -------------------------------------------------------------
-
-
 def test_a_run_is_running_while_a_process_has_its_lock(tmp_path):
     run = write_run(tmp_path / "run", 1, 1, 1)
     assert read_run(run)["state"] == "ended"
@@ -847,8 +833,6 @@ def test_every_alert_has_its_help_on_the_page():
 
 
 # ---- a run that goes on ----------------------------------------------------------------------------
-
-
 def test_a_served_page_follows_the_run_and_keeps_the_readers_place(tmp_path, visit):
     run = write_run(tmp_path / "run", 25, 4, 12)
     with served(run) as url:
@@ -890,8 +874,6 @@ def test_a_connection_without_a_request_is_closed(made, monkeypatch):
 
 
 # ---- parts -----------------------------------------------------------------------------------------
-
-
 def test_uplot_is_the_published_package():
     """npm package uplot 1.6.32: LICENSE (MIT) and two files of dist/."""
     assert {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in UPLOT.iterdir()} == {
@@ -922,8 +904,6 @@ def test_any_beginning_is_spread_over_all(n, data):
 
 
 # ---- comparisons, and gradients of other flags ---------------------------------------------------
-
-
 @pytest.mark.slow
 def test_settings_with_the_same_seeds_are_compared_on_the_page(tmp_path, made, visit, capsys):
     folders = [

@@ -73,8 +73,6 @@ def test_other_forms_of_a_dump_are_read_alike(tmp_path, capsys):
 
 
 # ---- bad input -----------------------------------------------------------------------------------
-
-
 VERL = make.FOLDER / "verl.safetensors"
 DEEP, RAGGED = '{"loss": ' + "[" * 10**5, '{"loss": [[1, 2], [3]]}'
 
