@@ -91,7 +91,6 @@ def kept_by_transformers(z, truncation):
 
 CAPPED = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, "head_dim": 32, "final_logit_softcapping": 2.0}
 
-
 CUTS = [None, (0.7, -1), (1.0, 20), (0.9, 30), (1.0, -1, 0.1), (0.9, 30, 0.05)]  # of sampling
 
 

@@ -250,7 +250,6 @@ def conversion(family: str) -> tuple:
 # one of each conversion, tied and untied heads, and the half of a model with a vision part
 EXPORTED = sorted({"gpt2", "llama", "qwen3_5", *{conversion(family): family for family in FAMILIES}.values()})
 
-
 FEW = {"gpt2", "llama", "qwen3_5", "qwen3_moe"}
 
 

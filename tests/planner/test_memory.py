@@ -299,7 +299,6 @@ def test_the_peaks_of_an_h100(model):
 
 UNLIKE = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}  # the last layer has a window
 
-
 ALIKE = {"checkpointing": ({}, 0, 500, True), "LoRA": ({}, 4, 3, False), "unlike": (UNLIKE, 0, 3, False)}
 
 

@@ -57,7 +57,6 @@ def calculator(expression: str) -> str:
     return right(expression)
 """
 
-
 PATIENCE_MS = 120_000  # for anything in the browser, on a busy machine
 
 
