@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import lib.cli.flags
+from lib import InputError
 from lib.data.vision import media_hash
 from lib.data_proto import DataProto
 from lib.distributed import World
@@ -502,6 +503,15 @@ def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
+
+
+@contextmanager
+def one_line(match: str = "") -> Iterator[None]:
+    """The block raises an InputError of one line that matches."""
+    with pytest.raises(InputError) as error:
+        yield
+    said = str(error.value)
+    assert re.search(match, said) and "\n" not in said, said
 
 
 def wait_until(done: Callable[[], Any], seconds: float = 60.0) -> None:
