@@ -77,13 +77,6 @@ def test_rows_of_one_prompt_stay_together_and_count_it_once(groups, max_tokens, 
 
 
 @one_rank
-def test_two_groups_fit_where_their_rows_alone_would_not():
-    """2 x (20 + 4 x 5) = 80 tokens, and 2 x 4 x (20 + 5) = 200 without sharing."""
-    batch = groups_batch([(20, [5] * 4), (20, [5] * 4)])
-    assert [len(prepare_dynamic_batch(batch, 80, share_prompts=share)[1]) for share in (True, False)] == [1, 3]
-
-
-@one_rank
 @EXAMPLES
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(30, 120))
 def test_a_padded_row_counts_as_many_tokens_as_the_longest_of_its_micro_batch(lengths, max_tokens):
@@ -93,19 +86,6 @@ def test_a_padded_row_counts_as_many_tokens_as_the_longest_of_its_micro_batch(le
     sizes = [len(part) * (1 + max(lengths[row] for row in part)) for part in rows]
     assert all(size <= max_tokens or len(part) == 1 for size, part in zip(sizes, rows))
     assert sizes == sorted(sizes, reverse=True)
-
-
-def split(world):
-    """Rank 0: one group of 40 tokens; rank 1: 8 prompts of their own."""
-    batch = groups_batch([(8, [4] * 8)] if world.rank == 0 else [(8, [4])] * 8, seed=world.rank)
-    _, rows = prepare_dynamic_batch(batch, 40, share_prompts=True)
-    return rows, [tokens(batch, part) for part in rows]
-
-
-def test_ranks_whose_prompts_are_shared_make_as_many_micro_batches_as_the_others():
-    (shared, sizes), (others, other_sizes) = run_ranks(2, split)
-    assert len(shared) == len(others) == 3 and max(sizes + other_sizes) <= 40
-    assert all(sorted(r for part in rows for r in part) == list(range(8)) for rows in (shared, others))
 
 
 # ---- rows over ranks -----------------------------------------------------------------------------
@@ -282,9 +262,8 @@ def any_rows(world, path: str, mini_batches: int, size: int) -> dict:
 
 @pytest.mark.parametrize("size, mini_batches", [(2, 3), (3, 4)])
 def test_rows_of_any_number_train_as_on_one_rank(size, mini_batches, tmp_path):
-    """Groups come together whole and go into mini-batches whose numbers of groups differ by one at most. Loss and
-    gradient of each are those of one rank that has these rows, though a rank has micro-batches or whole mini-batches
-    without a row."""
+    """Groups come together whole, in mini-batches of as many groups, but for one. Loss and gradient of each are those
+    of one rank that has these rows, though a rank has micro-batches or whole mini-batches without a row."""
     path = save_tiny(tmp_path)
     found = run_ranks(size, any_rows, path, mini_batches, size)
     uids = " ".join(ANY[size]).split()

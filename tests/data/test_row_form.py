@@ -12,7 +12,6 @@ from lib.cli.flags import with_line_breaks
 from lib.data import RLHFDataset
 from lib.data.chat_template import set_chat_template
 from lib.data.rows import RowForm, template_fields
-from rewards.gsm8k import compute_score
 from tests.common import SMALL, TOY_MODEL, fork, parse_flags, ran, rollouts
 from tests.data.test_dataset import dataset_of, error_of, jsonl_and_parquet, make_tokenizer, write_jsonl
 
@@ -22,18 +21,6 @@ MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}
 
 def text_of(item, tokenizer):
     return tokenizer.decode(item["raw_prompt_ids"])
-
-
-@jsonl_and_parquet
-def test_questions_and_answers_need_no_script(write, tmp_path):
-    file, tokenizer = write(tmp_path / f"sums.{write.__name__[6:]}", [QUESTION]), make_tokenizer()
-    form = {"columns": {"prompt": "question", "answer": "answer"}}
-    item = RLHFDataset(file, tokenizer, max_prompt_length=60, **form)[0]
-    assert text_of(item, tokenizer) == "<user: 1+1><assistant: "
-    assert item["reward_model"] == {"ground_truth": "so #### 2"} and item["data_source"] == "sums"
-    assert item["extra_info"] == {"answer": "so #### 2", "level": 3} and item["index"] == 0
-    score = compute_score("sums", "two: #### 2.0", item["reward_model"]["ground_truth"])
-    assert score == {"score": 1.0, "pred": "2"}
 
 
 def test_a_template_names_columns_and_a_system_prompt_goes_first(tmp_path):

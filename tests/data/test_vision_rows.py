@@ -2,7 +2,7 @@
 
 import base64
 import io
-import json
+import re
 import struct
 import tempfile
 import zlib
@@ -25,7 +25,8 @@ from lib.data import RLHFDataset, collate_fn, make_loader
 from lib.data.vision import Vision, media_hash, media_of, text_positions, to_png
 from lib.data_proto import DataProto
 from lib.setup import load_vision
-from tests.common import GLM_BEGIN, GLM_END, MROPE, tiny_vision_config, vision_types
+from tests.common import GLM_BEGIN, GLM_END, MROPE, one_line, tiny_vision_config, vision_types
+from tests.data.test_dataset import write_jsonl as write
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -145,11 +146,6 @@ def make_row(content, images=None, index=0, **columns):
     return row if images is None else row | {"images": images}
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def open_rows(source, vision=None, **kwargs):
     vision = vision or vision_of()
     return RLHFDataset(source, vision.processor.tokenizer, **{"max_prompt_length": 100, "vision": vision} | kwargs)
@@ -248,22 +244,6 @@ def error_of(*args, **kwargs):
     return str(caught.value)
 
 
-BROKEN = {
-    "missing": ("none.png", "image 1: 'none.png' is no file in "),
-    "url": ("https://example.com/a.png", "images and videos are read from disk, not from the network"),
-    "torn": (base64.b64encode(encoded(picture(), "JPEG")[:-200]).decode(), "not a readable image (OSError: "),
-    "text": (base64.b64encode(b"this is no picture").decode(), "not a readable image (none of the formats PNG, JPEG, "),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_image_is_named(tmp_path, case):
-    entry, message = BROKEN[case]
-    rows = [make_row("<image>", [ONE]), make_row("<image><image>", [ONE, entry])]
-    said = error_of(write(tmp_path / "a.jsonl", rows))
-    assert said.startswith(f"{tmp_path}/a.jsonl row 1: image 1: ") and message in said
-
-
 def png_of(*chunks):
     """A PNG whose header says 13,000 x 13,000."""
     header = struct.pack(">IIBBBBB", 13000, 13000, 8, 2, 0, 0, 0)
@@ -304,6 +284,8 @@ def test_no_format_decodes_more_pixels_than_the_limit(tmp_path, monkeypatch, kin
         vision_of().media([large], [], "a row", tmp_path)
 
 
+TORN = base64.b64encode(encoded(picture(), "JPEG")[:-200]).decode()
+NO_PICTURE = base64.b64encode(b"this is no picture").decode()
 WRONG = {
     "too few": (make_row("<image> and <image>", ["one"]), "2 <image> in the messages, but 1 images in the row"),
     "none": (make_row("<image>"), "1 <image> in the messages, but 0 images in the row"),
@@ -311,11 +293,18 @@ WRONG = {
     "a video": (make_row("<video>", videos=["a.mp4"]), "has videos; models of type idefics3 take none"),
     "a column of TRL": (make_row("red?") | {"image": "one"}, "'image' is not read: give --columns images=image"),
     "no file": (make_row("<image>", "one"), "image 0: 'one' is no file in "),
+    "no second file": (make_row("<image><image>", [ONE, "none.png"]), "image 1: 'none.png' is no file in "),
+    "url": (
+        make_row("<image>", "https://example.com/a.png"),
+        "images and videos are read from disk, not from the netw",
+    ),
+    "torn": (make_row("<image>", TORN), "image 0: not a readable image (OSError: "),
+    "no picture": (make_row("<image>", NO_PICTURE), "not a readable image (none of the formats PNG, JPEG, "),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_number_of_places_is_named(tmp_path, case):
+def test_a_wrong_row_is_named(tmp_path, case):
     row, message = WRONG[case]
     said = error_of(write(tmp_path / "a.jsonl", [make_row("no image"), row]))
     assert said.startswith(f"{tmp_path}/a.jsonl row 1: ") and message in said
@@ -587,9 +576,8 @@ def test_a_broken_video_is_named(tmp_path):
         (["none.png"], "frame 0: 'none.png' is no file"),
         ([picture(), picture(width=8)], "its frames have several sizes"),
     ]:
-        with pytest.raises(InputError, match=r"^a row: video 0: ") as caught:
+        with one_line(rf"^a row: video 0: .*{re.escape(message)}"):
             vision.media([], [video], "a row", tmp_path)
-        assert message in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(InputError, match="a row: has videos; models of type idefics3 take none"):
         vision_of().messages([{"role": "user", "content": "text"}], {"video": ["a.avi"]}, "a row")
 

@@ -57,8 +57,7 @@ SOFT = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe
 
 
 def random_routes(batch, layers: int, experts: int, k: int):
-    """Some experts for each token, the same for tokens of a prompt that rows share; of the last token they are not
-    known."""
+    """Some experts for each token, the same where rows share a prompt; those of the last token are not known."""
     generator, rows = torch.Generator().manual_seed(0), []
     for n in batch.batch["attention_mask"].sum(1).tolist():
         draws = torch.rand(n, layers, experts, generator=generator)
@@ -248,8 +247,7 @@ def test_sharded_and_parallel_ranks_replay_as_one(tmp_path, ranks, split, kind):
 
 # ---- the engines ---------------------------------------------------------------------------------
 def test_the_hf_engine_records_what_each_token_took(tmp_path):
-    """Float32: a row sampled in a batch with a cache, against the row alone. The two choose the same experts but where
-    scores are equal to 1e-6, and none are."""
+    """Against the row alone: the two choose alike, for no scores are equal to 1e-6."""
     model = load_model(MODEL)
     engine = HFEngine(model, load_tokenizer(MODEL))
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 11], [5, 6, 7]]

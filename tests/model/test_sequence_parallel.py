@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Qwen2ForTokenClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
@@ -55,8 +47,7 @@ def batch_of_step():
 
 
 def update(model, parameters, batch, world, forward, group, share):
-    """Loss of a mini-batch and its gradient, as the scripts make them; how many micro-batches, how many without a row
-    of this rank."""
+    """Loss and gradient of a mini-batch, as the scripts make them; micro-batches, those without a row of this rank."""
     micro_batches, _ = prepare_dynamic_batch(batch, MICRO, share_prompts=share, row_group=group)
     total = torch.zeros((), dtype=torch.float64)
     for i, micro in enumerate(micro_batches):
@@ -73,11 +64,10 @@ def update(model, parameters, batch, world, forward, group, share):
 def step(
     world, path, size=1, tensor=1, replicas=1, critic=False, share=True, checkpointing=False, lora=False, offload=False
 ):
-    """What a step computes with groups of `size` ranks, or with layers split over `tensor` ranks: outputs of this
-    rank's rows without gradients, and `update`."""
+    """With groups of `size` ranks, or layers split over `tensor` ranks: outputs of this rank's rows, and `update`."""
     load = load_critic if critic else load_model
     model = load(path, dtype=torch.float64, gradient_checkpointing=checkpointing)
-    model = model if isinstance(model, Gemma3ForCausalLM) else float64_norms(model)
+    model = model if isinstance(model, transformers.Gemma3ForCausalLM) else float64_norms(model)
     model.config._experts_implementation = "eager"  # the other ones know no float64
     if lora:
         add_lora(model, rank=4, alpha=8, seed=0)
@@ -110,10 +100,10 @@ def assert_exact(path, ranks, layout, tolerance=1e-9, **options):
     return [result[3:] for result in results]
 
 
-HEADS = {"cls": Qwen3ForCausalLM, "config": Qwen3Config} | {"num_attention_heads": 12, "num_key_value_heads": 6}
-WINDOWS = {"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "head_dim": 32, "sliding_window": 6}
-EXPERTS = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, "num_experts_per_tok": 2}
-CRITIC = {"cls": Qwen2ForTokenClassification, "num_labels": 1}
+HEADS = {"cls": transformers.Qwen3ForCausalLM} | {"num_attention_heads": 12, "num_key_value_heads": 6}
+WINDOWS = {"cls": transformers.Gemma3ForCausalLM, "head_dim": 32, "sliding_window": 6}
+EXPERTS = {"cls": transformers.Qwen3MoeForCausalLM, "num_experts": 4, "num_experts_per_tok": 2}
+CRITIC = {"cls": transformers.Qwen2ForTokenClassification, "num_labels": 1}
 CASES = {  # the model, what is computed, (ranks, how they share the work)
     "checkpointing, six key heads on four ranks": (HEADS | {"head_dim": 8}, {"checkpointing": True}, (4, {"size": 4})),
     "LoRA, replicas, prompts not shared, untied, a key head for two ranks": (

@@ -5,20 +5,7 @@ Float64, to 1e-9 of the norm, as in test_sequence_parallel.py.
 
 import pytest
 import torch
-from transformers import (
-    ApertusConfig,
-    ApertusForCausalLM,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
@@ -42,8 +29,8 @@ from tests.model.test_sequence_parallel import CRITIC, WINDOWS, assert_exact
 from tests.scripts.test_invariance import groups_batch
 
 TWO_KEY_HEADS = {"num_key_value_heads": 2}
-QWEN3 = {"cls": Qwen3ForCausalLM, "config": Qwen3Config, "head_dim": 32, **TWO_KEY_HEADS}
-EXPERTS = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 6, "num_experts_per_tok": 2}
+QWEN3 = {"cls": transformers.Qwen3ForCausalLM, "head_dim": 32, **TWO_KEY_HEADS}
+EXPERTS = {"cls": transformers.Qwen3MoeForCausalLM, "num_experts": 6, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 32, **TWO_KEY_HEADS}
 CASES = {  # the model, what is computed, ranks
     "biases, prompts not shared, checkpointing": (TWO_KEY_HEADS, {"share": False, "checkpointing": True}, 2),
@@ -82,7 +69,7 @@ def trained(world, path, folder, tensor, resume=None):
     clipped = torch.stack([full_tensor(p.grad).norm() for p in parameters]).norm()
     optimizer.step()
     checkpoint = save_checkpoint(folder / "checkpoints", 1, **states, trainer_state={}, keep=0).result()
-    export_hf(model, AutoTokenizer.from_pretrained(TOY_MODEL), folder / "model", max_shard_bytes=50_000)
+    export_hf(model, transformers.AutoTokenizer.from_pretrained(TOY_MODEL), folder / "model", max_shard_bytes=50_000)
     return norm, clipped, dict(iter_full_params(model)), weight_checksum(model, torch.float32), checkpoint
 
 
@@ -98,7 +85,7 @@ def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, model
     for ranks, tensor, resume in ((1, 1, 4), (4, 2, 1)):
         checkpoint = results[resume][0][4]
         results[ranks, resume] = run_ranks(ranks, trained, path, tmp_path / f"then{ranks}{resume}", tensor, checkpoint)
-    start = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    start = dict(transformers.AutoModelForCausalLM.from_pretrained(path).named_parameters())
     flat = lambda weights: torch.cat([weights[name].flatten() for name in start])  # noqa: E731
     for expected, other in ((1, 4), ((1, 4), (4, 1))):
         norm, clipped, weights, *_ = results[expected][0]
@@ -108,7 +95,7 @@ def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, model
             assert abs(other_norm / norm - 1) < 1e-5 and abs(other_clipped - 0.1) < 1e-6
             assert other_weights.keys() == start.keys() and (flat(other_weights) - flat(weights)).norm() < 1e-3 * moved
     for folder, name in (("first4", 4), ("then41", (4, 1))):
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / folder / "model")
+        exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder / "model")
         assert all(torch.equal(results[name][0][2][key], weight) for key, weight in exported.named_parameters())
         [expected] = run_ranks(1, lambda world, model=exported: weight_checksum(model, torch.float32))
         assert {checksum for *_, checksum, _ in results[name]} == {expected}
@@ -136,15 +123,15 @@ def test_what_does_not_work_is_refused(flags, message, monkeypatch):
 def test_models_that_cannot_be_split_are_refused(tmp_path):
     for name, model in (("a", QWEN3), ("b", EXPERTS)):
         check_tensor_parallel(save_tiny(tmp_path / name, **model), 2)
-    latent = {"cls": DeepseekV2ForCausalLM, "config": DeepseekV2Config, "n_routed_experts": 4}
+    latent = {"cls": transformers.DeepseekV2ForCausalLM, "n_routed_experts": 4}
     for message, model in {
         "must divide the 1 key and value heads of --critic-model": {"num_key_value_heads": 1},
         "must divide the 3 experts of --critic-model": EXPERTS | {"num_experts": 3},
         "has mla_kv_a_proj layers in its plan: drop the flag": latent,
-        "soft caps; drop --tensor-parallel-size": {"cls": Gemma2ForCausalLM, "config": Gemma2Config},
+        "soft caps; drop --tensor-parallel-size": {"cls": transformers.Gemma2ForCausalLM},
     }.items():
         with pytest.raises(InputError, match=message):
             check_tensor_parallel(save_tiny(tmp_path / message, **TWO_KEY_HEADS | model), 2, flag="--critic-model")
-    learned = load_model(save_tiny(tmp_path / "g", cls=ApertusForCausalLM, config=ApertusConfig, **TWO_KEY_HEADS))
+    learned = load_model(save_tiny(tmp_path / "g", cls=transformers.ApertusForCausalLM, **TWO_KEY_HEADS))
     with pytest.raises(InputError, match=r"ApertusForCausalLM has no model\.layers\.0\.mlp\.act_fn\.alpha_p: drop"):
         parallel_styles(learned)

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lib import InputError
 from lib.run.checkpoint import save_checkpoint
 from lib.run.export import write_model
-from tests.common import SMALL, TOY_MODEL, checkpoint_state, fork, full_disk, one_line, ran, run_ranks, save_tiny
+from tests.common import SMALL, TOY_MODEL, fork, full_disk, one_line, ran, run_ranks, save_tiny
 from tests.run.test_checkpoint import HostBytes
 from tools.export import Args, main, start_model, weights
 
@@ -63,18 +62,13 @@ def test_the_dtype_is_the_one_asked_for(runs, tmp_path, how):
     assert all(torch.equal(half[name], weight.bfloat16()) for name, weight in whole.items())
 
 
-def test_an_adapter_loads_with_peft(runs, capsys):
+def test_an_adapter_is_that_of_the_runs_own_export(runs, capsys):
     main(Args(runs / "lora", adapter=True))
     folder = runs / "lora/export/step_000002-adapter"
     assert str(folder) in capsys.readouterr().out
     own = contents(runs / "lora/model/adapter")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= own.keys()
     assert own.items() <= contents(folder).items()
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TOY_MODEL), folder)
-    saved = checkpoint_state(runs / "lora/checkpoints/step_000002")["actor"]["model"]
-    loaded = {name.removeprefix("base_model.model."): p for name, p in adapted.named_parameters() if ".lora_" in name}
-    assert loaded.keys() == saved.keys()
-    assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
 
 
 def test_memory_is_one_file_and_one_layer(tmp_path):

@@ -69,8 +69,7 @@ def planted(batch: Batch, rows: list[torch.Tensor]) -> mismatch.Report:
 
 
 def of_row(model, prompt: list[int], response: list[int], sampling: Sampling, cache=None) -> torch.Tensor:
-    """Log-probs of the response, by transformers, at the temperature and over the tokens of top-p. cache: one token at
-    a time, with it."""
+    """Log-probs of the response by transformers, as filtered by top-p. cache: one token at a time, with it."""
     ids = torch.tensor([prompt + response])
     with torch.no_grad():
         if cache is None:
@@ -238,8 +237,7 @@ def test_experts_of_an_engine_that_routes_otherwise(mixture, group):
 
 @pytest.mark.slow
 def test_merged_adapters_in_bfloat16(step, group):
-    """Weights of the engine: W + dW, rounded. The kernels of a row alone leave about as much in bfloat16 as that
-    rounding."""
+    """W + dW, rounded. The kernels of a row alone leave about as much in bfloat16 as that rounding."""
     own = copy.copy(step[0])
     for name in ("model", "trainer", "engine"):
         vars(own).pop(name, None)
