@@ -20,7 +20,6 @@ from lib.data import (
     gather_rows,
     prepare_dynamic_batch,
     restore_dynamic_batch,
-    rows_by_uid,
     scatter_rows,
     split_mini_batches,
 )
@@ -74,6 +73,13 @@ def test_rows_of_one_prompt_stay_together_and_count_it_once(groups, max_tokens, 
     assert sizes == sorted(sizes, reverse=True)
     restored = restore_dynamic_batch(torch.cat([micro.batch["input_ids"] for micro in micro_batches]), rows)
     assert torch.equal(restored, batch.batch["input_ids"])
+
+
+@one_rank
+def test_two_groups_fit_where_their_rows_alone_would_not():
+    """2 x (20 + 4 x 5) = 80 tokens, and 2 x 4 x (20 + 5) = 200 without sharing."""
+    batch = groups_batch([(20, [5] * 4), (20, [5] * 4)])
+    assert [len(prepare_dynamic_batch(batch, 80, share_prompts=share)[1]) for share in (True, False)] == [1, 3]
 
 
 @one_rank
@@ -140,19 +146,6 @@ def test_of_two_ranks_the_longest_do_not_meet():
         assert metrics == pytest.approx({"perf/imbalance_sampled": 150 / 90, "perf/imbalance": 1}, rel=1e-3)
 
     run_ranks(2, check)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_one_rank_or_equal_lengths_stay_as_they_came(size, tmp_path):
-    def check(world):
-        groups, model = [(3, [2, 2]), (9, [30, 28]), (4, [1, 3])], load_model(TOY_MODEL)
-        batch = groups_batch(groups if size == 1 else [(4, [6, 6])] * 4)
-        batch.non_tensor_batch["uid"] += f"-{world.rank}"
-        plan, metrics = balance_groups(batch, model, 2)
-        assert [*plan[world.rank]] == [*rows_by_uid(batch)] and metrics["perf/imbalance"] == pytest.approx(1, rel=1e-12)
-        assert (exchange_groups(batch, plan) is batch) == (size == 1)
-
-    run_ranks(size, check)
 
 
 # ---- batches of any widths and sizes of groups ---------------------------------------------------

@@ -34,7 +34,7 @@ TEMPLATE = (
     "{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
 )
 KEYS = st.sampled_from(["bytes", "path", "image", "video", "frames", "fps", "type", "text"])
-PER_IMAGE = {"idefics3": 9, "llava": 16, "gemma3": 4}  # placeholders after expansion
+PER_IMAGE = {"idefics3": 9, "gemma3": 4}  # placeholders after expansion
 
 
 def test_the_chat_template_of_a_run_is_saved_with_its_processor(tmp_path):
@@ -57,25 +57,16 @@ def processor_of(kind):
         pictures = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
         tokenizer = toy.make_tokenizer(words, TEMPLATE)
         return Idefics3Processor(pictures, tokenizer, image_seq_len=9, chat_template=TEMPLATE)
-    if kind == "gemma3":  # one token in the text, others for the features
-        from transformers import Gemma3Processor
-        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers import Gemma3Processor  # one token in the text, others for the features
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-        words = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-        template = TEMPLATE.replace("<image>", "<start_of_image>")
-        core = toy.make_tokenizer([*toy.ROLES, *words.values()]).backend_tokenizer
-        special = {"pad_token": "<pad>", "eos_token": "<|im_end|>", "extra_special_tokens": words}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **special)
-        pictures = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-        return Gemma3Processor(pictures, tokenizer, chat_template=template, image_seq_length=4)
-    from transformers import LlavaProcessor
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    pictures = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    tokenizer = toy.make_tokenizer([*toy.ROLES, "<image>"], TEMPLATE)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
-    sizes = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaProcessor(pictures, tokenizer, **sizes, chat_template=TEMPLATE)
+    words = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    template = TEMPLATE.replace("<image>", "<start_of_image>")
+    core = toy.make_tokenizer([*toy.ROLES, *words.values()]).backend_tokenizer
+    special = {"pad_token": "<pad>", "eos_token": "<|im_end|>", "extra_special_tokens": words}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **special)
+    pictures = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    return Gemma3Processor(pictures, tokenizer, chat_template=template, image_seq_length=4)
 
 
 MARKS = {"glm4v": ["<|begin_of_{}|>", "<|end_of_{}|>", "<|{}|>"]}  # around an image or a video, and its placeholder

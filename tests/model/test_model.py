@@ -22,11 +22,10 @@ from transformers.generation import LogitsProcessorList, MinPLogitsWarper, TopKL
 import lib.model.log_probs
 from lib.args import check_model_path
 from lib.data.rows import read_rows
-from lib.distributed import clip_grad_norm, make_mesh, shard_model, trainable_parameters
+from lib.distributed import make_mesh, shard_model
 from lib.model import (
     LinearLogProbs,
     batched_log_probs,
-    batched_values,
     least_kept,
     load_critic,
     load_model,
@@ -36,8 +35,6 @@ from lib.model import (
     response_values,
     reward_model_scores,
 )
-from lib.run.checkpoint import load_checkpoint, save_checkpoint
-from lib.run.export import export_hf
 from lib.sampling import Truncation
 from planner.meta import LiveBytes
 from tests.common import TOY_MODEL, one_line, rollout_batch, run_ranks, save_tiny
@@ -228,53 +225,6 @@ def test_values_and_their_gradients_equal_those_of_single_rows(tmp_path):
         (weights * ours).sum().backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, expected[name].grad, rtol=1e-8, atol=1e-9)
-
-
-def train_a_sharded_critic(world, path, folder):
-    """Values before a step, the gradient's norm, and values after the step, from a checkpoint, and exported."""
-
-    def make():
-        model = shard_model(load_critic(path, dtype=torch.float64), make_mesh(world), torch.float64)
-        return model, torch.optim.AdamW(trainable_parameters(model), lr=1e-2)
-
-    batch = rollout_batch(PROMPTS, RESPONSES)[list(range(world.rank, len(PROMPTS), world.size))]
-    model, optimizer = make()
-    before = batched_values(model, batch, 20)
-    loss = (response_values(model, batch) - 1).mul(batch.batch["response_mask"]).square().sum() * world.size
-    loss.backward()
-    norm = clip_grad_norm(trainable_parameters(model), 1e9)
-    optimizer.step()
-    after = batched_values(model, batch, 20)
-    step = save_checkpoint(
-        folder, 1, models={"critic": (model, optimizer)}, schedulers={}, trainer_state={}, keep=0
-    ).result()
-    other, other_optimizer = make()
-    load_checkpoint(step, models={"critic": (other, other_optimizer)}, schedulers={})
-    resumed = batched_values(other, batch, 20)
-    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
-    exported = response_values(load_critic(f"{folder}/exported", dtype=torch.float64), batch).detach()
-    return before, norm, after, resumed, exported
-
-
-def test_a_critic_shards_trains_resumes_and_exports_alike_on_two_ranks(tmp_path):
-    """From a causal LM: the first values are 0 on each rank. Two ranks split a head of one row: one of them has none.
-    rtol 1e-7: rounding grows where a gradient is near AdamW's eps; one that is wrong moves the values by 1e-2."""
-    path = save_tiny(tmp_path / "lm")
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    alone = load_critic(path, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    (response_values(alone, batch) - 1).mul(batch.batch["response_mask"]).square().sum().backward()
-    expected_norm = float(torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]))
-    optimizer.step()
-    expected = response_values(alone, batch).detach()
-    assert expected.abs().max() > 0.1
-    results = run_ranks(2, train_a_sharded_critic, path, str(tmp_path / "run"))
-    for rank, (before, norm, after, resumed, exported) in enumerate(results):
-        assert before.count_nonzero() == 0
-        assert norm == pytest.approx(expected_norm, rel=1e-9)
-        torch.testing.assert_close(after, expected[rank::2], rtol=1e-7, atol=1e-9)
-        assert torch.equal(resumed, after)
-        torch.testing.assert_close(exported, after, rtol=1e-9, atol=1e-10)
 
 
 def test_a_causal_lm_becomes_a_critic_of_zero_values_without_a_word(tmp_path, monkeypatch):

@@ -20,7 +20,14 @@ from lib.distributed import (
     trainable_parameters,
 )
 from lib.distributed.sharding import parallel_styles
-from lib.model import check_tensor_parallel, load_model, response_log_probs
+from lib.model import (
+    check_tensor_parallel,
+    load_critic,
+    load_model,
+    load_tokenizer,
+    response_log_probs,
+    response_values,
+)
 from lib.rollout import weight_checksum
 from lib.run.checkpoint import load_checkpoint, save_checkpoint
 from lib.run.export import export_hf
@@ -51,10 +58,10 @@ def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, monkeypatch, case
 
 
 # ---- weights and optimizer -----------------------------------------------------------------------
-def trained(world, path, folder, tensor, resume=None):
+def trained(world, path, folder, load, tensor, resume=None):
     """A step by AdamW on a clipped gradient, after loading a checkpoint if asked for, and what is left of it."""
     mesh = make_mesh(world, tensor_parallel=tensor)
-    model = shard_model(load_model(path, on_meta=True), mesh, torch.float32)
+    model = shard_model(load(path, on_meta=True), mesh, torch.float32)
     parameters, group = trainable_parameters(model), make_row_group(world, mesh)
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
@@ -63,39 +70,50 @@ def trained(world, path, folder, tensor, resume=None):
         load_checkpoint(resume, **states)
     rows = 8 // world.size
     batch = groups_batch([(5, [4, 1, 9, 6]), (7, [3, 3, 19, 2])])[[*range(world.rank * rows, (world.rank + 1) * rows)]]
-    loss = response_log_probs(model, batch, 0.8, row_group=group)[0].square().sum()
-    (loss * world.size).backward()
+    if load is load_model:
+        outputs, _ = response_log_probs(model, batch, 0.8, row_group=group)
+    else:
+        outputs = response_values(model, batch, row_group=group)
+    ((outputs - 1).square().sum() * world.size).backward()  # the first values are 0
     norm = clip_grad_norm(parameters, 0.1)
     clipped = torch.stack([full_tensor(p.grad).norm() for p in parameters]).norm()
     optimizer.step()
     checkpoint = save_checkpoint(folder / "checkpoints", 1, **states, trainer_state={}, keep=0).result()
-    export_hf(model, transformers.AutoTokenizer.from_pretrained(TOY_MODEL), folder / "model", max_shard_bytes=50_000)
+    export_hf(model, load_tokenizer(TOY_MODEL), folder / "model", max_shard_bytes=50_000)
     return norm, clipped, dict(iter_full_params(model)), weight_checksum(model, torch.float32), checkpoint
 
 
-@pytest.mark.parametrize("model", with_slow([QWEN3, EXPERTS], QWEN3), ids=["dense", "experts"])
-def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, model):
-    """Written by 2 x 2 ranks and by one, each is resumed by the other. Of six experts a tensor rank has three, which
+TRAINED = {  # the model, what loads it, (ranks, tensor ranks), how far the first step moves its weights at least
+    "dense": (QWEN3, load_model, (4, 2), 1),
+    "experts": (EXPERTS, load_model, (4, 2), 1),
+    "critic": ({}, load_critic, (2, 1), 0.05),  # the head alone, whose one row one of two ranks has
+}
+
+
+@pytest.mark.parametrize("case", with_slow(TRAINED, "dense"))
+def test_a_step_a_checkpoint_and_an_export_are_those_of_one_rank(tmp_path, case):
+    """Written by several ranks and by one, each is resumed by the other. Of six experts a tensor rank has three, which
     FSDP2 splits into two and one. fp32 sums in another order differ by 1e-6; Adam makes the most of it where a gradient
     is almost 0, 1e-4 of the step's norm."""
-    path = save_tiny(tmp_path / "start", **model)
-    results = {}
-    for ranks, tensor in ((1, 1), (4, 2)):
-        results[ranks] = run_ranks(ranks, trained, path, tmp_path / f"first{ranks}", tensor)
-    for ranks, tensor, resume in ((1, 1, 4), (4, 2, 1)):
-        checkpoint = results[resume][0][4]
-        results[ranks, resume] = run_ranks(ranks, trained, path, tmp_path / f"then{ranks}{resume}", tensor, checkpoint)
-    start = dict(transformers.AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    model, load, several, least = TRAINED[case]
+    path, one, results = save_tiny(tmp_path / "start", **model), (1, 1), {}
+    for ranks, tensor in (one, several):
+        results[ranks] = run_ranks(ranks, trained, path, tmp_path / f"first{ranks}", load, tensor)
+    for (ranks, tensor), (resume, _) in ((one, several), (several, one)):
+        how = load, tensor, results[resume][0][4]
+        results[ranks, resume] = run_ranks(ranks, trained, path, tmp_path / f"then{ranks}", *how)
+    many = several[0]
+    start = dict(load(path).named_parameters())
     flat = lambda weights: torch.cat([weights[name].flatten() for name in start])  # noqa: E731
-    for expected, other in ((1, 4), ((1, 4), (4, 1))):
+    for expected, other in ((1, many), ((1, many), (many, 1))):
         norm, clipped, weights, *_ = results[expected][0]
         moved = (flat(weights) - flat(start)).norm()
-        assert norm > 1 and abs(clipped - 0.1) < 1e-6 and moved > 1
+        assert norm > 1 and abs(clipped - 0.1) < 1e-6 and moved > least
         for other_norm, other_clipped, other_weights, *_ in results[other]:
             assert abs(other_norm / norm - 1) < 1e-5 and abs(other_clipped - 0.1) < 1e-6
             assert other_weights.keys() == start.keys() and (flat(other_weights) - flat(weights)).norm() < 1e-3 * moved
-    for folder, name in (("first4", 4), ("then41", (4, 1))):
-        exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder / "model")
+    for folder, name in ((f"first{many}", many), (f"then{many}", (many, 1))):
+        exported = load(str(tmp_path / folder / "model"))
         assert all(torch.equal(results[name][0][2][key], weight) for key, weight in exported.named_parameters())
         [expected] = run_ranks(1, lambda world, model=exported: weight_checksum(model, torch.float32))
         assert {checksum for *_, checksum, _ in results[name]} == {expected}
