@@ -21,6 +21,7 @@ from transformers.generation import LogitsProcessorList, MinPLogitsWarper, TopKL
 
 import lib.model.log_probs
 from lib.args import check_model_path
+from lib.core_algos import at_ids
 from lib.data.rows import read_rows
 from lib.distributed import make_mesh, shard_model
 from lib.model import (
@@ -37,8 +38,9 @@ from lib.model import (
 )
 from lib.sampling import Truncation
 from planner.meta import LiveBytes
-from tests.common import TOY_MODEL, one_line, rollout_batch, run_ranks, save_tiny
+from tests.common import TOY_MODEL, VOCAB, float64_norms, one_line, rollout_batch, run_ranks, save_tiny
 from tests.model.test_models import logits_of_rows
+from tests.scripts.test_invariance import groups_batch
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
 save_gemma = functools.partial(save_tiny, cls=transformers.Gemma3ForCausalLM, head_dim=32)
@@ -47,18 +49,21 @@ save_classifier = functools.partial(save_tiny, cls=transformers.Qwen2ForSequence
 
 
 def reference(model, batch, temperature, truncation=None):
-    """By rows alone: log-probs, entropies, sum pi^2 (B, T), and with a truncation the tokens that transformers would
-    not have kept; they and what is likelier are kept, too."""
-    mask = batch.batch["response_mask"]
-    results = [torch.zeros(mask.shape, dtype=model.dtype) for _ in range(3 + (truncation is not None))]
+    """By rows alone: log-probs, entropies, sum pi^2 (B, T), with a truncation the tokens that transformers would not
+    have kept (they and what is likelier are kept, too), and of all tokens the log-probs of K and the rest."""
+    shape, ids = batch.batch["response_mask"].shape, batch.batch["teacher_ids"]
+    shapes = [shape] * (3 + (truncation is not None)) + [(*shape, ids.shape[-1] + 1)]
+    results = [torch.zeros(shape, dtype=model.dtype) for shape in shapes]
     for at, token, logits in logits_of_rows(model, batch):
         z = logits / temperature
+        p_of_ids = z.softmax(-1)[ids[at]]
+        results[-1][at] = torch.cat([p_of_ids, 1 - p_of_ids.sum(-1, keepdim=True)]).log()
         kept = kept_by_transformers(z.detach()[None], truncation or Truncation())[0]
         outside, own = ~kept[token], z[token]
         z = z[kept | ((z >= own) & outside)]
         log_p = z.log_softmax(-1)
         found = (own - z.logsumexp(-1), -(log_p.exp() * log_p).sum(), log_p.exp().square().sum(), outside)
-        for result, value in zip(results, found):
+        for result, value in zip(results[:-1], found):
             result[at] = value
     return tuple(results)
 
@@ -81,31 +86,38 @@ CUTS = [None, (0.7, -1), (1.0, 20), (0.9, 30), (1.0, -1, 0.1), (0.9, 30, 0.05)] 
 
 
 @pytest.mark.parametrize(("more", "cut"), [*product([{}, CAPPED], CUTS), ({"tied": False}, None)], ids=str)
-def test_log_probs_entropies_and_gradients_are_those_of_single_rows(tmp_path, more, cut):
-    """What sampling leaves out is out of them. The set is fixed in the gradient. In float64, but for capped attention,
-    which has a head of its own and a softmax in float32."""
+def test_log_probs_entropies_signals_and_gradients_are_those_of_single_rows(tmp_path, more, cut):
+    """What sampling leaves out is out of them, but for a signal's, which changes no other. The set is fixed in the
+    gradient. In float64, but for capped attention, which has a head of its own and a softmax in float32."""
     capped = more is CAPPED
     dtype, attention, exact = (torch.float32, "eager", 1e-4) if capped else (torch.float64, "sdpa", 1e-9)
     path, truncation = save_tiny(tmp_path, **more), cut and Truncation(*cut)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention)
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    batch.batch["response_mask"][2, 3:5] = 0  # a tool's output inside a response
-    weights = torch.randn(2, *batch.batch["responses"].shape, dtype=dtype)
+    plain = plain if capped else float64_norms(plain)
+    batch = groups_batch([(3, [4, 1, 9]), (7, [6, 6, 8])])
+    mask = batch.batch["response_mask"]
+    mask[2, 3:5] = 0  # a tool's output inside a response
+    batch.batch["teacher_ids"] = torch.rand(*mask.shape, VOCAB).topk(4).indices
     theirs = reference(plain, batch, 0.8, truncation)
-    sum((w * x).sum() for w, x in zip(weights, theirs)).backward()
+    weights = [torch.randn(theirs[i].shape, dtype=dtype) for i in (0, 1, -1)]
+    sum((w * theirs[i]).sum() for i, w in zip((0, 1, -1), weights)).backward()
     expected = dict(plain.named_parameters())
-    for padding_free in [False] if capped else [False, True]:
+    for layout in [{"padding_free": False}] if capped else [{"padding_free": False}, {}, {"share_prompts": False}]:
         model = load_model(path, dtype=dtype, attn_implementation=attention if capped else "packed_sdpa")
-        options = {"padding_free": padding_free, "sum_pi_squared": True, "truncation": truncation}
-        ours = response_log_probs(model, batch, 0.8, **options)
+        model = model if capped else float64_norms(model)
+        options = {"sum_pi_squared": True, "truncation": truncation} | layout
+        signal = options | {"signal": at_ids, "columns": ["teacher_ids"]}
+        ours = response_log_probs(model, batch, 0.8, **signal)
+        assert all(a.equal(b) for a, b in zip(response_log_probs(model, batch, 0.8, **options), ours[:-1], strict=True))
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=exact, atol=exact)
-        assert not any(x.requires_grad for x in ours[2:])
-        assert cut is None or 0 < ours[3].sum() < sum(RESPONSES)
-        sum((w * x).sum() for w, x in zip(weights, ours)).backward()
+        assert not any(x.requires_grad for x in ours[2:-1]) and not ours[-1][mask == 0].any()
+        assert cut is None or 0 < ours[3].sum() < mask.sum()
+        sum((w * ours[i]).sum() for i, w in zip((0, 1, -1), weights)).backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, expected[name].grad, rtol=10 * exact, atol=10 * exact)
-        for a, b in zip(batched_log_probs(model, batch, 0.8, 20, **options), theirs[:3], strict=True):
+        batched = batched_log_probs(model, batch, 0.8, 20, **signal)
+        for a, b in zip(batched, (*theirs[:3], theirs[-1]), strict=True):
             torch.testing.assert_close(a, b, rtol=exact, atol=exact)
 
 
