@@ -142,21 +142,17 @@ def _load_small(path: Path) -> torch.nn.Linear:
 
 
 # ---- resume --------------------------------------------------------------------------------------
-def test_rates_are_those_of_now_at_the_place_in_the_schedule_that_was_saved(tmp_path):
+def test_rates_are_those_of_now_at_the_place_in_the_schedule_that_was_saved(tmp_path, one_rank):
     """An override of --lr would otherwise change nothing. The warm-up is at its fourth of five updates."""
-
-    def check(world, folder):
-        run = Trainer(world, lr=0.1)
-        run.steps(0, 3)
-        path = run.save(folder, 3).result()
-        other = Trainer(world, seed=9, lr=0.5)
-        other.load(path)
-        for name, (_, optimizer) in other.models.items():
-            assert [group["lr"] for group in optimizer.param_groups] == [0.5 * 0.8] * 2
-            assert other.schedulers[name].get_last_lr() == [0.5 * 0.8] * 2
-        assert same([rates[4:] for rates in other.steps(3, 5)], [[0.5] * 4] * 2)
-
-    run_ranks(1, check, tmp_path)
+    run = Trainer(one_rank, lr=0.1)
+    run.steps(0, 3)
+    path = run.save(tmp_path, 3).result()
+    other = Trainer(one_rank, seed=9, lr=0.5)
+    other.load(path)
+    for name, (_, optimizer) in other.models.items():
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5 * 0.8] * 2
+        assert other.schedulers[name].get_last_lr() == [0.5 * 0.8] * 2
+    assert same([rates[4:] for rates in other.steps(3, 5)], [[0.5] * 4] * 2)
 
 
 def test_one_process_saves_and_loads_without_collectives_of_dcp(tmp_path):
@@ -216,32 +212,29 @@ def test_resharding_keeps_weights_and_optimizer(saved_by, loaded_by, tmp_path, c
 
 
 @pytest.mark.parametrize("saved_with_both", [False, True])
-def test_parameters_without_gradient_have_no_optimizer_state(saved_with_both, tmp_path):
-    def check(world, folder):
-        def make(seed):
-            torch.manual_seed(seed)
-            module = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 2), "unused": torch.nn.Linear(3, 2)})
-            return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+def test_parameters_without_gradient_have_no_optimizer_state(saved_with_both, tmp_path, one_rank):
+    def make(seed):
+        torch.manual_seed(seed)
+        module = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 2), "unused": torch.nn.Linear(3, 2)})
+        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
 
-        def step(module, optimizer, both):
-            x = torch.ones(2, 3)
-            (module["used"](x).sum() + (module["unused"](x).sum() if both else 0)).backward()
-            optimizer.step()
+    def step(module, optimizer, both):
+        x = torch.ones(2, 3)
+        (module["used"](x).sum() + (module["unused"](x).sum() if both else 0)).backward()
+        optimizer.step()
 
-        module, optimizer = make(0)
-        step(module, optimizer, both=saved_with_both)
-        save_checkpoint(folder, 1, models={"m": (module, optimizer)}, schedulers={}, trainer_state={}, keep=0).result()
-        other, other_optimizer = make(1)
-        step(other, other_optimizer, both=False)
-        load_checkpoint(folder / "step_000001", models={"m": (other, other_optimizer)}, schedulers={})
-        assert len(other_optimizer.state) == (4 if saved_with_both else 2)
-        for m, o in ((module, optimizer), (other, other_optimizer)):
-            o.zero_grad()
-            step(m, o, both=True)
-        assert same(module.state_dict(), other.state_dict())
-        assert same(optimizer.state_dict(), other_optimizer.state_dict())
-
-    run_ranks(1, check, tmp_path)
+    module, optimizer = make(0)
+    step(module, optimizer, both=saved_with_both)
+    save_checkpoint(tmp_path, 1, models={"m": (module, optimizer)}, schedulers={}, trainer_state={}, keep=0).result()
+    other, other_optimizer = make(1)
+    step(other, other_optimizer, both=False)
+    load_checkpoint(tmp_path / "step_000001", models={"m": (other, other_optimizer)}, schedulers={})
+    assert len(other_optimizer.state) == (4 if saved_with_both else 2)
+    for m, o in ((module, optimizer), (other, other_optimizer)):
+        o.zero_grad()
+        step(m, o, both=True)
+    assert same(module.state_dict(), other.state_dict())
+    assert same(optimizer.state_dict(), other_optimizer.state_dict())
 
 
 class Holds:
@@ -471,20 +464,17 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, capfd):
     run_ranks(2, refuse_and_save, tmp_path)
 
 
-def test_a_checkpoint_that_is_a_link_is_replaced_and_rotated_without_the_data_on_the_other_disk(tmp_path):
-    def check(world, folder):
-        for step in (1, 2):
-            saved, moved = _save_small(folder / "run", step), folder / f"moved_{step}"
-            saved.rename(moved)
-            saved.symlink_to(moved)
-        (folder / "run/step_000003").symlink_to(folder / "disk_that_is_gone")
-        assert newest_complete(folder / "run") == folder / "run/step_000002"
-        _save_small(folder / "run", 2)
-        _save_small(folder / "run", 3, keep=1)
-        assert [path.name for path in (folder / "run").iterdir()] == ["step_000003"]
-        assert checkpoint.why_torn(folder / "moved_1") is checkpoint.why_torn(folder / "moved_2") is None
-
-    run_ranks(1, check, tmp_path)
+def test_a_checkpoint_that_is_a_link_is_replaced_and_rotated_without_the_data_on_the_other_disk(tmp_path, one_rank):
+    for step in (1, 2):
+        saved, moved = _save_small(tmp_path / "run", step), tmp_path / f"moved_{step}"
+        saved.rename(moved)
+        saved.symlink_to(moved)
+    (tmp_path / "run/step_000003").symlink_to(tmp_path / "disk_that_is_gone")
+    assert newest_complete(tmp_path / "run") == tmp_path / "run/step_000002"
+    _save_small(tmp_path / "run", 2)
+    _save_small(tmp_path / "run", 3, keep=1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_000003"]
+    assert checkpoint.why_torn(tmp_path / "moved_1") is checkpoint.why_torn(tmp_path / "moved_2") is None
 
 
 def test_a_fork_of_a_process_that_has_hashed_can_hash(tmp_path):
@@ -535,29 +525,25 @@ class Payload:
 
 
 @pytest.mark.parametrize(("name", "refused"), [("rng_00000.pt", pickle.UnpicklingError), (".metadata", InputError)])
-def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path, name, refused):
+def test_a_pickle_in_a_checkpoint_does_not_run(tmp_path, one_rank, name, refused):
     """Also where the manifest was made to fit."""
-
-    def check(world, folder):
-        path, marker = _save_small(folder, 1), folder / "executed"
-        if name == ".metadata":
-            (path / name).write_bytes(pickle.dumps(Payload(marker)))
-        else:
-            torch.save({"python": Payload(marker)}, path / name)
-        manifest = json.loads((path / "manifest.json").read_text())
-        content = (path / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
-        (path / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(refused, match=r"Unsupported global|metadata names"):
-            _load_small(path)
-        assert not marker.exists()
-        if name == ".metadata":  # the payload is live
-            pickle.loads(content)  # noqa: S301 it is ours
-        else:
-            torch.load(path / name, weights_only=False)
-        assert marker.exists()
-
-    run_ranks(1, check, tmp_path)
+    path, marker = _save_small(tmp_path, 1), tmp_path / "executed"
+    if name == ".metadata":
+        (path / name).write_bytes(pickle.dumps(Payload(marker)))
+    else:
+        torch.save({"python": Payload(marker)}, path / name)
+    manifest = json.loads((path / "manifest.json").read_text())
+    content = (path / name).read_bytes()
+    manifest["files"][name] = {"bytes": len(content), "blake3": blake3(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(refused, match=r"Unsupported global|metadata names"):
+        _load_small(path)
+    assert not marker.exists()
+    if name == ".metadata":  # the payload is live
+        pickle.loads(content)  # noqa: S301 it is ours
+    else:
+        torch.load(path / name, weights_only=False)
+    assert marker.exists()
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -641,29 +627,26 @@ def test_an_export_holds_one_file_and_a_layer_in_memory(size, experts, tmp_path)
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() == whole / 2
 
 
-def test_an_export_that_breaks_off_leaves_the_one_before(tmp_path, monkeypatch):
-    def export(world, folder):
-        model, calls = tiny_model(3, tied=True), []
+def test_an_export_that_breaks_off_leaves_the_one_before(tmp_path, one_rank, monkeypatch):
+    model, calls = tiny_model(3, tied=True), []
 
-        def save_pretrained(*args, save=transformers.PreTrainedModel.save_pretrained, **kwargs):
-            calls.append(args)
-            if len(calls) == 3:
-                raise OSError("the disk is full")
-            save(*args, **kwargs)
+    def save_pretrained(*args, save=transformers.PreTrainedModel.save_pretrained, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError("the disk is full")
+        save(*args, **kwargs)
 
-        export_hf(model, TOKENIZER, folder / "model")
-        before = file_hash(folder / "model/model.safetensors")
-        message = "/model: the model was not exported, checkpoints are as they were: the disk is full .*GiB were free"
-        with monkeypatch.context() as patch, pytest.raises(InputError, match=message):
-            patch.setattr(transformers.PreTrainedModel, "save_pretrained", save_pretrained)
-            export_hf(tiny_model(4, tied=True), TOKENIZER, folder / "model", max_shard_bytes=1)
-        assert [path.name for path in folder.iterdir()] == ["model"]
-        assert file_hash(folder / "model/model.safetensors") == before
-        with full_disk(4000), pytest.raises(InputError, match=r"the model was not exported.*\(os error 27\)"):
-            export_hf(tiny_model(4, tied=True), TOKENIZER, folder / "model")
-        (folder / "model.tmp").mkdir()  # of an export that was killed
-        export_hf(model, TOKENIZER, folder / "model")
-        assert [path.name for path in folder.iterdir()] == ["model"]
-        assert [path.name for path in (folder / "model").glob("*.safetensors")] == ["model.safetensors"]
-
-    run_ranks(1, export, tmp_path)
+    export_hf(model, TOKENIZER, tmp_path / "model")
+    before = file_hash(tmp_path / "model/model.safetensors")
+    message = "/model: the model was not exported, checkpoints are as they were: the disk is full .*GiB were free"
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=message):
+        patch.setattr(transformers.PreTrainedModel, "save_pretrained", save_pretrained)
+        export_hf(tiny_model(4, tied=True), TOKENIZER, tmp_path / "model", max_shard_bytes=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert file_hash(tmp_path / "model/model.safetensors") == before
+    with full_disk(4000), pytest.raises(InputError, match=r"the model was not exported.*\(os error 27\)"):
+        export_hf(tiny_model(4, tied=True), TOKENIZER, tmp_path / "model")
+    (tmp_path / "model.tmp").mkdir()  # of an export that was killed
+    export_hf(model, TOKENIZER, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "model").glob("*.safetensors")] == ["model.safetensors"]
