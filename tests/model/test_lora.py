@@ -191,18 +191,13 @@ def test_export_is_the_merged_model_and_the_adapter_for_peft(tmp_path, more, dty
     assert adapted.peft_config["default"].base_model_name_or_path == path
 
 
-def export_of_a_copy(world, path, folder):
-    model = add_lora(load_model(path, dtype=torch.bfloat16), **LORA)
+def test_of_a_copy_in_bf16_the_masters_are_exported(tmp_path, one_rank):
+    """--sharding zero1: what computes is in bfloat16, and Adam's weights in fp32."""
+    model = add_lora(load_model(save_tiny(tmp_path / "model"), dtype=torch.bfloat16), **LORA)
     randomize_lora_b(model)
     masters = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_B." in name}
-    model = shard_model(model, make_mesh(world), torch.bfloat16, zero1=True)
-    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
-    return masters
-
-
-def test_of_a_copy_in_bf16_the_masters_are_exported(tmp_path):
-    """--sharding zero1: what computes is in bfloat16, and Adam's weights in fp32."""
-    [masters] = run_ranks(1, export_of_a_copy, save_tiny(tmp_path / "model"), str(tmp_path))
+    model = shard_model(model, make_mesh(one_rank), torch.bfloat16, zero1=True)
+    export_hf(model, load_tokenizer(TOY_MODEL), f"{tmp_path}/exported")
     adapter = load_file(tmp_path / "exported/adapter/adapter_model.safetensors")
     for name, master in masters.items():
         own = adapter[f"base_model.model.{name.replace('.default', '')}"]

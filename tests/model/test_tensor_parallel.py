@@ -6,7 +6,6 @@ Float64, to 1e-9 of the norm, as in test_sequence_parallel.py.
 import pytest
 import torch
 import transformers
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
 from lib import InputError
@@ -48,13 +47,9 @@ CASES = {  # the model, what is computed, ranks
 
 
 @pytest.mark.parametrize("case", with_slow(CASES, "windows"))
-def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, monkeypatch, case):
-    """With micro-batches without a row of some rank."""
-    norm = lambda self, x: x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)  # noqa: E731
-    monkeypatch.setattr(Gemma3RMSNorm, "forward", norm)  # in float64
+def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, case):
     model, options, ranks = CASES[case]
-    numbers = assert_exact(save_tiny(tmp_path, **model), ranks, {"tensor": 2}, **options)
-    assert len({n for n, _ in numbers}) == 1 and sum(empty for _, empty in numbers) > 0
+    assert_exact(save_tiny(tmp_path, **model), ranks, {"tensor": 2}, **options)
 
 
 # ---- weights and optimizer -----------------------------------------------------------------------

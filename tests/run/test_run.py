@@ -54,6 +54,7 @@ from tests.common import (
     full_disk,
     launch,
     metrics,
+    one_line,
     ran,
     rollouts,
     run_ranks,
@@ -440,7 +441,7 @@ def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeyp
     assert "took longer" in (tmp_path / "starts/2/diff.patch").read_text()
 
 
-def test_config_json_says_what_takes_effect(tmp_path, capfd):
+def test_config_json_says_what_takes_effect(tmp_path, one_rank, capsys):
     """Of flags that are left to the run: here the correction of --async-level, which no flag names."""
     args = grpo.Args(run=RunArgs(run_name="run", output_dir=str(tmp_path), export_model=False))
 
@@ -457,14 +458,10 @@ def test_config_json_says_what_takes_effect(tmp_path, capfd):
     ahead = on_policy | {"old_log_probs": "recompute", "rollout_correction": correction}
     assert effective() == ahead
     assert effective(loss_agg_mode="seq-mean-token-sum-norm")["loss_scale_factor"] == args.rollout.max_response_length
-
-    def start(world):
-        open_run(args, world, grpo.__file__, ahead).locks.close()
-
-    run_ranks(1, start)
+    open_run(args, one_rank, grpo.__file__, ahead).locks.close()
     saved = json.loads((tmp_path / "run/config.json").read_text())["effective"]
     assert saved["rollout_correction"] == {"level": "token", "bounds": [0, 2]} and saved["old_log_probs"] == "recompute"
-    printed = capfd.readouterr().out
+    printed = capsys.readouterr().out
     assert "--old-log-probs recompute" in printed and "'level': 'token', 'bounds': (0, 2)}" in printed
 
 
@@ -591,18 +588,13 @@ def test_a_start_that_fails_leaves_the_name_free(source, tmp_path):
     assert "already contains a run" in error_of(fork("grpo", tmp_path, *args))
 
 
-def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
-    def start(world, folder):
-        args = grpo.Args(run=RunArgs(run_name="run", output_dir=str(folder), resume="auto"))
-        with full_disk(), pytest.raises(InputError) as raised:
-            open_run(args, world, grpo.__file__)
-        run = open_run(args, world, grpo.__file__)
-        run.locks.close()
-        return str(raised.value), [path.name for path in (folder / "run/starts").iterdir()]
-
-    [(said, starts)] = run_ranks(1, start, tmp_path)
-    assert re.fullmatch(rf"{tmp_path}/run: the run was not opened: .* File too large.* \(.* GiB were free\);.*", said)
-    assert starts
+def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, one_rank):
+    args = grpo.Args(run=RunArgs(run_name="run", output_dir=str(tmp_path), resume="auto"))
+    said = rf"^{tmp_path}/run: the run was not opened: .* File too large.* \(.* GiB were free\);"
+    with full_disk(), one_line(said):
+        open_run(args, one_rank, grpo.__file__)
+    open_run(args, one_rank, grpo.__file__).locks.close()
+    assert [*(tmp_path / "run/starts").iterdir()]
 
 
 def test_the_last_checkpoint_is_written_before_the_export(tmp_path, monkeypatch):

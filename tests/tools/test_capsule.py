@@ -69,6 +69,12 @@ def replay(folder: Path) -> None:
     ran(fork("grpo", folder, *words, preset=[]))
 
 
+def said_by(capsys, *args, **how) -> str:
+    capsys.readouterr()
+    main(Args(*args, **how))
+    return capsys.readouterr().out
+
+
 def contents(file: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(file) as capsule:
         return {name: capsule.read(name) for name in capsule.namelist()}
@@ -102,14 +108,11 @@ def with_about(file: Path, to: Path, **changes) -> Path:
 def test_a_step_without_its_text_replays_with_tiny_weights(run, tmp_path, capsys):
     """Nothing of the run's folder is needed, and no code of the capsule runs. A changed metric is named."""
     file, folder = tmp_path / "bug.capsule.zip", tmp_path / "opened"
-    main(Args(run, step=2, redact_text=True, output=file))
-    assert "random token ids" in capsys.readouterr().out
-    main(Args(file, output=folder))
-    said = capsys.readouterr().out
+    assert "random token ids" in said_by(capsys, run, step=2, redact_text=True, output=file)
+    said = said_by(capsys, file, output=folder)
     assert f"replay it:  python grpo.py --config {folder}/recording/config.json" in said and "note:" not in said
     replay(folder)
-    main(Args(folder))
-    said = capsys.readouterr().out
+    said = said_by(capsys, folder)
     assert "compared metrics of step 2 are as recorded; " in said and "depend on the weights" in said
     assert not [*run.parent.glob("ran"), *folder.rglob("ran")]
 
@@ -117,8 +120,7 @@ def test_a_step_without_its_text_replays_with_tiny_weights(run, tmp_path, capsys
     about["metrics"]["advantages/max"] += 1
     about["metrics"]["response_length/mean"] *= 1.001
     (folder / "capsule.json").write_text(json.dumps(about))
-    main(Args(folder))
-    assert capsys.readouterr().out.startswith("response_length/mean is the first of ")
+    assert said_by(capsys, folder).startswith("response_length/mean is the first of ")
 
 
 def test_the_weights_of_the_step_repeat_all_metrics(run, tmp_path, capsys):
@@ -127,9 +129,7 @@ def test_the_weights_of_the_step_repeat_all_metrics(run, tmp_path, capsys):
     main(Args(run, step=2, weights="step", output=file))
     main(Args(file, output=folder))
     replay(folder)
-    capsys.readouterr()
-    main(Args(folder))
-    said = capsys.readouterr().out
+    said = said_by(capsys, folder)
     assert said.startswith("all ") and "are as recorded" in said and "random" not in said
     assert int(said.split()[1]) > 40
 
@@ -149,9 +149,7 @@ def test_a_step_of_an_agent_without_a_scorer_replays(tmp_path, capsys):
     assert b"jane" not in everything and b"source/.../acme.jsonl/reward" in everything
     main(Args(tmp_path / "bug.zip", output=tmp_path / "opened"))
     replay(tmp_path / "opened")
-    capsys.readouterr()
-    main(Args(tmp_path / "opened"))
-    assert "compared metrics of step 1 are as recorded" in capsys.readouterr().out
+    assert "compared metrics of step 1 are as recorded" in said_by(capsys, tmp_path / "opened")
 
 
 def test_what_a_capsule_has_not_is_not_named(capsule, tmp_path):
@@ -362,13 +360,11 @@ def test_what_is_printed_is_checked_or_escaped(capsule, tmp_path, capsys):
     evil = "0\x1b[2J\nreplay it:  rm"
     metrics = json.loads(contents(capsule)["capsule.json"])["metrics"]
     changes = {"versions": {"commit": evil}, "metrics": {f"reward/{evil}": 1.0} | metrics}
-    main(Args(with_about(capsule, tmp_path / "a.zip", **changes), output=tmp_path / "a b"))
-    said = capsys.readouterr().out
+    said = said_by(capsys, with_about(capsule, tmp_path / "a.zip", **changes), output=tmp_path / "a b")
     assert "commit unknown" in said and said.count("replay it:") == 1 and f"--replay '{tmp_path}/a b/recording'" in said
     (tmp_path / "a b/replay").mkdir()
     (tmp_path / "a b/replay/metrics.jsonl").write_text(json.dumps(metrics | {"step": 1}) + "\n")
-    main(Args(tmp_path / "a b"))
-    said += capsys.readouterr().out
+    said += said_by(capsys, tmp_path / "a b")
     assert r"reward/0\x1b[2J\nreplay it:  rm is the first of" in said
     assert all(line.isprintable() for line in said.splitlines())
 

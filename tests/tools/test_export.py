@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lib import InputError
 from lib.run.checkpoint import save_checkpoint
 from lib.run.export import write_model
-from tests.common import SMALL, TOY_MODEL, fork, full_disk, one_line, ran, run_ranks, save_tiny
+from tests.common import SMALL, TOY_MODEL, fork, full_disk, one_line, ran, save_tiny
 from tests.run.test_checkpoint import HostBytes
 from tools.export import Args, main, start_model, weights
 
@@ -71,19 +71,15 @@ def test_an_adapter_is_that_of_the_runs_own_export(runs, capsys):
     assert own.items() <= contents(folder).items()
 
 
-def test_memory_is_one_file_and_one_layer(tmp_path):
+def test_memory_is_one_file_and_one_layer(tmp_path, one_rank):
     """A layer is held up to four times: as it is read, as it is exported, the layer before, and what is written."""
     path = save_tiny(tmp_path / "start", hidden_size=128, intermediate_size=256, num_hidden_layers=16)
     file_bytes = 2**19
     config = {"model": path, "trust_remote_code": False, "lora_rank": 0, "effective": {"compute_dtype": "float32"}}
-
-    def save(world, folder):
-        model = AutoModelForCausalLM.from_pretrained(path)
-        models = {"actor": (model, torch.optim.AdamW(model.parameters()))}
-        save_checkpoint(folder, 1, models=models, schedulers={}, trainer_state={}, keep=0).result()
-        return model.num_parameters(), sum(p.numel() for p in model.model.layers[0].parameters())
-
-    [(parameters, layer)] = run_ranks(1, save, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    models = {"actor": (model, torch.optim.AdamW(model.parameters()))}
+    save_checkpoint(tmp_path, 1, models=models, schedulers={}, trainer_state={}, keep=0).result()
+    parameters, layer = model.num_parameters(), sum(p.numel() for p in model.model.layers[0].parameters())
     source, peaks = tmp_path / "step_000001", []
     model = start_model(config, source)
     for most in (10**12, file_bytes):
