@@ -62,7 +62,10 @@ BAD_FLAGS = {  # what the message says, by flags
     "--multi-turn.interaction": "--multi-turn x",  # the flags with this prefix are named
     "--config absent.json: cannot be read": "--config absent.json",
     "--config ~nobody-here/x.yaml: cannot be read": "--config ~nobody-here/x.yaml",
+    "--temperature 0.0: must be above 0": "--temperature 0",
     "--lr nan: must be a finite number": "--lr nan",
+    "--top-p 0.0: must be above 0 and at most 1": "--top-p 0",
+    "--seed -1: must be at least 0 and below 4294967296": "--seed -1",
     "--adam-betas 1.0: must be at least 0 and below 1": "--adam-betas 0.9 1",
     "--vision-kwargs min_pixels=9: more than max_pixels=8": "--vision-kwargs min_pixels=9 max_pixels=8",
     "--reward-weights 1e+38": "--reward-weights 1e38",
@@ -101,6 +104,7 @@ BAD_FLAGS = {  # what the message says, by flags
     "that --token-masks top_entropy needs": "--old-log-probs rollout --token-masks top_entropy=0.2",
     "--resume auto needs the --run-name": "--resume auto",
     "--run-name '../x': must be one folder's name": "--run-name ../x",
+    "--run-name '..': must be one folder's name": "--run-name ..",
     "--agent with --multi-turn.tools: an agent has": "--agent true --multi-turn.tools calculator",
     "--agent-kwargs has no effect without --agent": "--agent-kwargs timeout=9",
     "--val-kwargs: top_p=2: Input should be less than or equal to 1": "--val-kwargs top_p=2",

@@ -255,14 +255,15 @@ ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 @pytest.mark.parametrize("suffix", ["", "+", "_unbiased"])
 @pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", *ALIASES])
 def test_kl_penalty_and_its_gradient_equal_the_formula(name, suffix, seed):
-    """With garbage in the masked positions; and without a mask."""
+    """With garbage in the masked positions; without a mask; and without old log-probs, on policy."""
     old, logprob, _, mask = random_batch(seed)
     leaf, ref = logprob.clone().requires_grad_(), old - 0.3
-    expected = kl_estimate(ALIASES.get(name, name) + suffix, leaf, ref, old)
+    off_policy, on_policy = (kl_estimate(ALIASES.get(name, name) + suffix, leaf, ref, x) for x in (old, leaf))
     dirty = [poison(x, mask, seed + k) for k, x in enumerate((leaf, ref, old))]
-    for found, m in (
-        (kl_penalty(*dirty[:2], name + suffix, mask, dirty[2]), mask),
-        (kl_penalty(leaf, ref, name + suffix, None, old), torch.ones_like(mask)),
+    for found, expected, m in (
+        (kl_penalty(*dirty[:2], name + suffix, mask, dirty[2]), off_policy, mask),
+        (kl_penalty(leaf, ref, name + suffix, None, old), off_policy, torch.ones_like(mask)),
+        (kl_penalty(leaf, ref, name + suffix), on_policy, torch.ones_like(mask)),
     ):
         close(found, expected * m)
         close(*(torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in (found, expected * m)))

@@ -122,6 +122,19 @@ def test_loss_and_gradient_equal_the_loop(name, mode, seed):
     assert (leaf.grad[mask == 0] == 0).all()
 
 
+@pytest.mark.parametrize("name", CASES)
+@for_all(10, seed=seeds)
+def test_on_policy_every_gradient_is_the_advantage(name, seed):
+    """ρ = 1, one advantage a row: d Σ L / d log_prob = −A, even with old_log_prob the very same tensor."""
+    fast, extra_names = fast_of(name)
+    old, _, advantages, mask = random_batch(seed)
+    advantages = advantages[:, :1].expand_as(old).contiguous()
+    extras = {"rollout_log_probs": old, "cov_keep": torch.ones_like(old), "cov_pick": torch.ones_like(old)}
+    leaf = old.clone().requires_grad_()
+    fast(leaf, leaf, advantages, mask, **{key: extras[key] for key in extra_names})[0].sum().backward()
+    close(leaf.grad, -advantages * mask)
+
+
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"vanilla", "dro"}))
 @for_all(6, seed=seeds)
 def test_default_bounds_are_the_papers(name, seed):

@@ -177,6 +177,7 @@ def test_two_ranks_need_half_the_memory_each(tmp_path):
     ("flags", "ranks", "message"),
     [
         ("", 1, "--sequence-parallel-size 2: must divide the number of ranks, 1"),
+        ("--sequence-parallel-size 0", 1, "--sequence-parallel-size 0: must"),
         ("--micro-batch-tokens 23", 2, "must hold one row.*: 2 x 23 < 32 \\+ 16"),
         ("--attn-implementation eager", 2, "--sequence-parallel-size 2: needs .*packed_sdpa"),
     ],
