@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 import lib.cli.flags
 from lib import InputError
@@ -69,11 +69,12 @@ def run_ranks(size: int, fn: Callable, *args) -> list:
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def save_tiny(folder: Path, *, tied=True, seed=0, cls=Qwen2ForCausalLM, config=Qwen2Config, **more) -> str:
+def save_tiny(folder: Path, *, tied=True, seed=0, cls=Qwen2ForCausalLM, config=None, **more) -> str:
     """A random two-layer decoder, saved; its path. vLLM on a CPU wants heads of 32 at least."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes["num_hidden_layers"] = 2
+    config = config or cls.config_class
     model = cls(config(vocab_size=VOCAB, tie_word_embeddings=tied, **sizes | more))
     for p in model.parameters():  # livelier than the default start, so that errors show
         p.data.add_(0.1 * torch.randn_like(p))

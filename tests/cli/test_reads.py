@@ -62,17 +62,7 @@ def test_the_end_of_the_page_is_the_table():
     assert (ROOT / "docs/defaults.md").read_text().endswith(f"\n\n{page()}"), "run python -m docs.dev.flags"
 
 
-def test_a_run_reads_the_columns_that_its_choices_declare():
-    choices = {"adv_estimator": "gigpo", "loss": "clip_cov", "token_masks": ("m2po=0.1", "top_entropy=0.2")}
-    advantages, update = Reads(dapo.Args(**choices)).columns()
-    of_masks = {"rollout_log_probs", "old_log_probs", "entropys", "advantages", "response_mask"}
-    assert advantages == {"anchor_states", "turn_numbers"} | of_masks
-    assert update == {"old_log_probs", "cov_keep"}
-
-
 # ---- perturbed flags -----------------------------------------------------------------------------
-
-
 @cache
 def step_tensors() -> tuple[dict[str, torch.Tensor], np.ndarray, torch.Tensor]:
     """24 rows of up to 8 tokens, and log-probs of the update. Groups of four, two, one, equal and dead rows."""

@@ -77,8 +77,6 @@ def random_batch(seed, rows=None, width=None):
 
 
 # ----------------------------------------------------------------------------------- masked reductions
-
-
 def valid_values(values, mask):
     return [v for v, m in zip(values.flatten().tolist(), mask.flatten().tolist()) if m]
 
@@ -114,8 +112,6 @@ def test_masked_edges():
 
 
 # ------------------------------------------------------------------------------------------ advantages
-
-
 def test_grpo_inputs():
     rewards, mask = torch.tensor([[1], [0]]), torch.ones(2, 1)  # integer rewards must not truncate the advantages
     for index in (torch.tensor([5, 5]), np.array([5, 5]), ["u", "u"]):
@@ -124,8 +120,6 @@ def test_grpo_inputs():
     large = torch.tensor([[2.0**24] + [0.5] * 100, [2.0**24] + [0.0] * 100])  # 2^24 + 0.5 is no float32
     advantages, _ = compute_grpo_outcome_advantage(large, torch.ones(2, 101), index, norm_adv_by_std_in_grpo=False)
     assert advantages[:, 0].tolist() == [25, -25]
-    assert compute_grpo_outcome_advantage(rewards, torch.zeros(2, 1), index)[0].tolist() == [[0], [0]]
-    assert compute_grpo_outcome_advantage(torch.zeros(0, 3), torch.zeros(0, 3), [])[0].shape == (0, 3)
     assert zero_variance_rows(torch.zeros(0, 1), torch.zeros(0, 1), []).shape == (0,)
     with pytest.raises(ValueError, match="one group id for each of the 2 rows"):
         compute_grpo_outcome_advantage(rewards, mask, ["u"])
@@ -204,8 +198,6 @@ def test_overlong_penalty_equals_the_loop(seed, buffer, factor):
 
 
 # ------------------------------------------------------------------------- policy loss and aggregation
-
-
 def counts(mask):
     return {"global_tokens": int(mask.sum()), "global_rows": int(mask.any(-1).sum())}
 
@@ -263,14 +255,15 @@ ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 @pytest.mark.parametrize("suffix", ["", "+", "_unbiased"])
 @pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", *ALIASES])
 def test_kl_penalty_and_its_gradient_equal_the_formula(name, suffix, seed):
-    """With garbage in the masked positions; and without a mask."""
+    """With garbage in the masked positions; without a mask; and without old log-probs, on policy."""
     old, logprob, _, mask = random_batch(seed)
     leaf, ref = logprob.clone().requires_grad_(), old - 0.3
-    expected = kl_estimate(ALIASES.get(name, name) + suffix, leaf, ref, old)
+    off_policy, on_policy = (kl_estimate(ALIASES.get(name, name) + suffix, leaf, ref, x) for x in (old, leaf))
     dirty = [poison(x, mask, seed + k) for k, x in enumerate((leaf, ref, old))]
-    for found, m in (
-        (kl_penalty(*dirty[:2], name + suffix, mask, dirty[2]), mask),
-        (kl_penalty(leaf, ref, name + suffix, None, old), torch.ones_like(mask)),
+    for found, expected, m in (
+        (kl_penalty(*dirty[:2], name + suffix, mask, dirty[2]), off_policy, mask),
+        (kl_penalty(leaf, ref, name + suffix, None, old), off_policy, torch.ones_like(mask)),
+        (kl_penalty(leaf, ref, name + suffix), on_policy, torch.ones_like(mask)),
     ):
         close(found, expected * m)
         close(*(torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in (found, expected * m)))
@@ -284,40 +277,6 @@ def test_kl_penalty_edges():
     # float32 near d = 0, where e^x − 1 − x is noise: d²/2 to a few digits
     d = torch.tensor([[1e-4, -1e-4, 1e-5]])
     torch.testing.assert_close(kl_penalty(d, torch.zeros(1, 3), "k3"), d.square() / 2, rtol=0.02, atol=0)
-
-
-@for_all(seed=seeds, vocabulary=st.integers(2, 12))
-def test_kl_estimators_by_exact_enumeration(seed, vocabulary):
-    """The expectation over π of each estimator, and of its gradient, by summing over the whole vocabulary."""
-    g = torch.Generator().manual_seed(seed)
-    logits = torch.rand(vocabulary, generator=g, dtype=torch.float64).requires_grad_()  # d < 2: nothing is clamped
-    ref = torch.log_softmax(torch.rand(vocabulary, generator=g, dtype=torch.float64), -1)
-    logp = torch.log_softmax(logits, -1)
-    p = logp.detach().exp()  # the tokens are samples: their probabilities are not differentiated
-    reverse = (logp.exp() * (logp - ref)).sum()
-    forward = (ref.exp() * (ref - logp)).sum()
-
-    def gradient_of(x):
-        return torch.autograd.grad(x, logits, retain_graph=True)[0]
-
-    def expected(name, q=p, old=None):
-        return (q * kl_penalty(logp[None], ref[None], name, None, old)[0]).sum()
-
-    for name in ("k1", "k3", "k1+", "k3+"):
-        close(expected(name).detach(), reverse.detach())
-    gradient = gradient_of(reverse)
-    for name in ("k2", "k1+", "k3+"):
-        close(gradient_of(expected(name)), gradient)
-    # tokens of another policy: value and gradient by importance weighting, no others
-    sampler = torch.log_softmax(torch.rand(vocabulary, generator=g, dtype=torch.float64), -1)
-    for name in ("k1_unbiased", "k3_unbiased"):
-        for estimate in (expected(name), expected(name, sampler.exp(), sampler[None])):
-            close(estimate.detach(), reverse.detach())
-            close(gradient_of(estimate), gradient)
-    # the documented trap
-    close(gradient_of(expected("k1")), torch.zeros_like(gradient))
-    close(gradient_of(expected("k3")), gradient_of(forward))
-    assert not torch.allclose(gradient_of(forward), gradient, rtol=1e-6, atol=0)
 
 
 @for_all(60, seed=seeds, rows=st.integers(0, 6), width=st.integers(0, 5), drops=st.integers(0, 4))

@@ -3,8 +3,6 @@ tests/scripts/test_flag_pairs.py."""
 
 import itertools
 import re
-from collections import Counter
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lib import InputError
@@ -22,28 +20,21 @@ from lib.data import (
     gather_rows,
     prepare_dynamic_batch,
     restore_dynamic_batch,
-    rows_by_uid,
     scatter_rows,
     split_mini_batches,
 )
 from lib.data.balance import group_costs
 from lib.data.micro_batches import prompt_groups
 from lib.data_proto import DataProto
-from lib.distributed import World, full_tensor, make_mesh, shard_model, trainable_parameters
+from lib.distributed import full_tensor, make_mesh, shard_model, trainable_parameters
 from lib.model import load_model, response_log_probs
 from lib.model.packing import in_micro_batches
 from lib.rollout import Rollouts, concat_rows
 from tests.common import TOY_MODEL, VisionRow, rollout_batch, run_ranks, save_tiny, tiny_vision, vision_batch
 from tests.scripts.test_invariance import float64_norms, groups_batch
 
-
-@contextmanager
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+one_rank = pytest.mark.usefixtures("one_rank")
+EXAMPLES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def prompt_of(batch, row):
@@ -61,7 +52,8 @@ def tokens(batch, rows):
 GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1)
 
 
-@settings(max_examples=40)
+@one_rank
+@EXAMPLES
 @given(GROUPS, st.integers(10, 120), st.randoms(use_true_random=False))
 def test_rows_of_one_prompt_stay_together_and_count_it_once(groups, max_tokens, random):
     n = sum(len(responses) for _, responses in groups)
@@ -70,8 +62,7 @@ def test_rows_of_one_prompt_stay_together_and_count_it_once(groups, max_tokens, 
     prompts = [prompt_of(batch, row) for row in range(n)]
     assert len({*zip(numbers, prompts)}) == len({*numbers}) == len({*prompts})
 
-    with one_rank():
-        micro_batches, rows = prepare_dynamic_batch(batch, max_tokens, share_prompts=True)
+    micro_batches, rows = prepare_dynamic_batch(batch, max_tokens, share_prompts=True)
     assert sorted(r for part in rows for r in part) == list(range(n))
     assert all(tokens(batch, part) <= max_tokens or len(part) == 1 for part in rows)
     for number in set(numbers):
@@ -84,41 +75,26 @@ def test_rows_of_one_prompt_stay_together_and_count_it_once(groups, max_tokens, 
     assert torch.equal(restored, batch.batch["input_ids"])
 
 
+@one_rank
 def test_two_groups_fit_where_their_rows_alone_would_not():
     """2 x (20 + 4 x 5) = 80 tokens, and 2 x 4 x (20 + 5) = 200 without sharing."""
     batch = groups_batch([(20, [5] * 4), (20, [5] * 4)])
-    with one_rank():
-        assert [len(prepare_dynamic_batch(batch, 80, share_prompts=share)[1]) for share in (True, False)] == [1, 3]
+    assert [len(prepare_dynamic_batch(batch, 80, share_prompts=share)[1]) for share in (True, False)] == [1, 3]
 
 
-@settings(max_examples=40)
+@one_rank
+@EXAMPLES
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(30, 120))
 def test_a_padded_row_counts_as_many_tokens_as_the_longest_of_its_micro_batch(lengths, max_tokens):
-    with one_rank():
-        batch = groups_batch([(1, [n]) for n in lengths])
-        _, rows = prepare_dynamic_batch(batch, max_tokens, padding_free=False)
+    batch = groups_batch([(1, [n]) for n in lengths])
+    _, rows = prepare_dynamic_batch(batch, max_tokens, padding_free=False)
     assert sorted(r for part in rows for r in part) == list(range(len(lengths)))
     sizes = [len(part) * (1 + max(lengths[row] for row in part)) for part in rows]
     assert all(size <= max_tokens or len(part) == 1 for size, part in zip(sizes, rows))
     assert sizes == sorted(sizes, reverse=True)
 
 
-def split(world):
-    """Rank 0: one group of 40 tokens; rank 1: 8 prompts of their own."""
-    batch = groups_batch([(8, [4] * 8)] if world.rank == 0 else [(8, [4])] * 8, seed=world.rank)
-    _, rows = prepare_dynamic_batch(batch, 40, share_prompts=True)
-    return rows, [tokens(batch, part) for part in rows]
-
-
-def test_ranks_whose_prompts_are_shared_make_as_many_micro_batches_as_the_others():
-    (shared, sizes), (others, other_sizes) = run_ranks(2, split)
-    assert len(shared) == len(others) == 3 and max(sizes + other_sizes) <= 40
-    assert all(sorted(r for part in rows for r in part) == list(range(8)) for rows in (shared, others))
-
-
 # ---- rows over ranks -----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def toy():
     return load_model(TOY_MODEL)
@@ -157,69 +133,6 @@ def test_a_groups_images_cost_what_the_tower_takes_for_their_patches(tmp_path):
         assert costs[0] - text[0] == pytest.approx(times * 2 * 16 * tower / N, rel=1e-12)  # images x patches
 
 
-SKEWED = [(3, [2, 2]), (9, [30, 28]), (4, [1, 3]), (2, [2, 1])]
-SKEWED = [*SKEWED, (5, [9, 25]), (4, [20, 7]), (3, [3, 3]), (6, [1, 1])] * 3
-
-
-def local_batch(world, size=None) -> DataProto:
-    """The groups of SKEWED, of 12 prompts, as the scripts spread them over the ranks; a number for each row."""
-    batch = groups_batch(SKEWED)
-    n = np.arange(len(batch))
-    batch.batch["row"] = torch.from_numpy(n)
-    batch.non_tensor_batch["uid"] = np.array([f"0-{i // 2}" for i in n], dtype=object)
-    messages = [[{"content": f"\u00e9{i}"}] * (i % 3) for i in n]
-    batch.non_tensor_batch["messages"] = np.fromiter(messages, object, count=len(n))
-    batch.meta_info = {"rank": world.rank}
-    return batch[n.reshape(-1, 2)[world.rank :: world.size].ravel()]
-
-
-def with_tools(batch: DataProto) -> DataProto:
-    """Columns that do not follow from tokens and lengths; the masks on the rank of row 0 alone."""
-    row = batch.batch["row"][:, None]
-    batch.batch["response_mask"][:, 1] *= row[:, 0] > 0
-    batch.batch["anchor_states"] = row * 2**40 + batch.batch["responses"]
-    batch.batch["rollout_log_probs"] = -batch.batch["anchor_states"].float()
-    batch.batch["teacher_ids"] = batch.batch["responses"][..., None] * torch.arange(1, 4)
-    return batch
-
-
-def balanced(world, path, mini_batches):
-    batch, model = with_tools(local_batch(world)), load_model(path)
-    size = len(batch) // mini_batches
-    plan, metrics = balance_groups(batch, model, mini_batches)
-    moved = exchange_groups(batch, plan)
-    one_a_group = exchange_groups(batch[::2], plan)
-    assert one_a_group.batch["row"].tolist() == moved.batch["row"][::2].tolist()
-    assert moved.meta_info == {"rank": world.rank} and [*moved.batch.keys()] == [*batch.batch.keys(), "mini_batch"]
-    whole = with_tools(local_batch(World(0, 1, world.device)))[moved.batch["row"]]
-    for name, column in whole.batch.items():  # what belongs to a row stays with it
-        assert torch.equal(moved.batch[name], column) and moved.batch[name].dtype == column.dtype, name
-    for i, row in enumerate(moved.batch["row"].tolist()):
-        assert moved.non_tensor_batch["uid"][i] == f"0-{row // 2}"
-        assert moved.non_tensor_batch["messages"][i] == [{"content": f"\u00e9{row}"}] * (row % 3)
-    assert [len(part) for part in split_mini_batches(moved, mini_batches)] == [size] * mini_batches
-    costs = [sum(group_costs(part, model, False)) for part in moved.split(size)]
-    return moved.batch["row"].tolist(), [part.batch["row"].tolist() for part in batch.split(size)], costs, metrics
-
-
-@pytest.mark.parametrize("size, mini_batches", [(2, 1), (3, 2), (4, 3)])
-def test_rows_move_with_all_they_have_and_mini_batches_stay_what_they_are(size, mini_batches, tmp_path):
-    results = run_ranks(size, balanced, save_tiny(tmp_path), mini_batches)
-    length = 48 // size // mini_batches
-    by_plan = 0.0
-    for m in range(mini_batches):
-        before = sorted(row for _, parts, _, _ in results for row in parts[m])
-        after = [rows[m * length : (m + 1) * length] for rows, _, _, _ in results]
-        assert sorted(row for part in after for row in part) == before
-        assert all(Counter(row // 2 for row in part).most_common()[-1][1] == 2 for part in after)  # whole groups
-        by_plan += max(costs[m] for _, _, costs, _ in results)
-    mean = sum(sum(costs) for _, _, costs, _ in results) / size
-    metrics = results[0][3]
-    assert metrics["perf/imbalance"] == pytest.approx(by_plan / mean, rel=1e-9)
-    assert metrics["perf/imbalance"] <= metrics["perf/imbalance_sampled"]
-    assert all(found == metrics for _, _, _, found in results)
-
-
 def test_of_two_ranks_the_longest_do_not_meet():
     """Costs 8, 7 on rank 0 and 1, 2 on rank 1 become 8 + 1 and 7 + 2; with one mini-batch a row nothing can move."""
 
@@ -235,23 +148,7 @@ def test_of_two_ranks_the_longest_do_not_meet():
     run_ranks(2, check)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_one_rank_or_equal_lengths_stay_as_they_came(size, tmp_path):
-    def check(world):
-        batch, model = local_batch(world), load_model(TOY_MODEL)
-        if size > 1:
-            batch = groups_batch([(4, [6, 6])] * 4)
-            batch.non_tensor_batch["uid"] += f"-{world.rank}"
-        plan, metrics = balance_groups(batch, model, 2)
-        assert [*plan[world.rank]] == [*rows_by_uid(batch)] and metrics["perf/imbalance"] == pytest.approx(1, rel=1e-12)
-        assert (exchange_groups(batch, plan) is batch) == (size == 1)
-
-    run_ranks(size, check)
-
-
 # ---- batches of any widths and sizes of groups ---------------------------------------------------
-
-
 def joined(world) -> dict:
     """Two batches of a rank's own widths, joined, by all that moves rows between ranks."""
     lengths = [([3, 3, 5, 5], [2, 7, 1, 1]), ([9, 9, 2, 2], [4, 1, 1, 3])][world.rank]
@@ -299,6 +196,13 @@ def rows_of_any(size: int) -> tuple[DataProto, list[list[int]]]:
     batch.non_tensor_batch["uid"] = np.array(named, dtype=object)
     batch.batch["number"] = torch.arange(len(named))
     batch.batch["weight"] = torch.rand(batch.batch["responses"].shape, dtype=torch.float64)  # a copy's own column
+    # what does not follow from tokens and lengths; the masks on the rank of row 0 alone
+    batch.batch["response_mask"][0, 1] = 0
+    batch.batch["anchor_states"] = batch.batch["number"][:, None] * 2**40 + batch.batch["responses"]
+    batch.batch["rollout_log_probs"] = -batch.batch["anchor_states"].float()
+    batch.batch["teacher_ids"] = batch.batch["responses"][..., None] * torch.arange(1, 4)
+    messages = [[{"content": f"\u00e9{i}"}] * (i % 3) for i in range(len(named))]
+    batch.non_tensor_batch["messages"] = np.fromiter(messages, object, count=len(named))
     ends = [0, *itertools.accumulate(map(len, uids))]
     return batch, [list(range(i, j)) for i, j in itertools.pairwise(ends)]
 
@@ -326,11 +230,18 @@ def any_rows(world, path: str, mini_batches: int, size: int) -> dict:
     whole, numbers = rows_of_any(size)
     model = shard_model(float64_norms(load_model(path, dtype=torch.float64)), make_mesh(world), torch.float64)
     batch = whole if world.size == 1 else whole[numbers[world.rank]]
-    plan, metrics = balance_groups(batch, model, mini_batches, share_prompts=True)
+    batch.meta_info = {"rank": world.rank}
+    plan, metrics = balance_groups(batch, model, mini_batches)
     moved, first = exchange_groups(batch, plan), exchange_groups(batch[[0] if len(batch) else []], plan)
     assert set(first.non_tensor_batch["uid"]) <= {*plan[world.rank]}
-    for name, column in whole.batch.items():
+    assert moved.meta_info == {"rank": world.rank} and [*moved.batch.keys()] == [*batch.batch.keys(), "mini_batch"]
+    for name, column in whole.batch.items():  # what belongs to a row stays with it
         assert torch.equal(moved.batch[name], column[moved.batch["number"]]), name
+        assert moved.batch[name].dtype == column.dtype, name
+    for name, column in whole.non_tensor_batch.items():
+        assert [*moved.non_tensor_batch[name]] == [*column[moved.batch["number"]]], name
+    parts = split_mini_batches(moved, mini_batches)
+    costs = [sum(group_costs(part, model, False)) if len(part) else 0.0 for part in parts]
     scored = moved.select()
     t = gather_rows(scored, ["number", "weight"])
     scatter_rows(scored, {"own": t["number"], "response_mask": t["response_mask"]})
@@ -338,15 +249,14 @@ def any_rows(world, path: str, mini_batches: int, size: int) -> dict:
     [log_probs, _] = in_micro_batches(model, moved, partial(model.token_log_probs, temperature=1.0), 20)
     alone = [t["number"].tolist(), t["group"].tolist()]
     columns = moved.batch["number"].tolist(), moved.batch["mini_batch"].tolist(), log_probs.sum(1).tolist()
-    found = {"rows": [*zip(*columns)], "metrics": metrics, "all": alone}
+    found = {"rows": [*zip(*columns)], "metrics": metrics, "all": alone, "costs": costs}
     return found | {"updates": updates(model, moved, mini_batches, world)}
 
 
 @pytest.mark.parametrize("size, mini_batches", [(2, 3), (3, 4)])
 def test_rows_of_any_number_train_as_on_one_rank(size, mini_batches, tmp_path):
-    """Groups come together whole and go into mini-batches whose numbers of groups differ by one at most. Loss and
-    gradient of each are those of one rank that has these rows, though a rank has micro-batches or whole mini-batches
-    without a row."""
+    """Groups come together whole, in mini-batches of as many groups, but for one. Loss and gradient of each are those
+    of one rank that has these rows, though a rank has micro-batches or whole mini-batches without a row."""
     path = save_tiny(tmp_path)
     found = run_ranks(size, any_rows, path, mini_batches, size)
     uids = " ".join(ANY[size]).split()
@@ -360,7 +270,10 @@ def test_rows_of_any_number_train_as_on_one_rank(size, mini_batches, tmp_path):
     numbers, group = found[0]["all"]
     assert numbers == [n for n, _, _ in rows]
     assert len({*zip(group, (uids[n] for n in numbers))}) == len({*group}) == len({*uids})
-    assert 1 <= found[0]["metrics"]["perf/imbalance"] <= found[0]["metrics"]["perf/imbalance_sampled"]
+    costs = np.array([of_rank["costs"] for of_rank in found])
+    assert found[0]["metrics"]["perf/imbalance"] == pytest.approx(costs.max(0).sum() / (costs.sum() / size), rel=1e-9)
+    assert found[0]["metrics"]["perf/imbalance"] <= found[0]["metrics"]["perf/imbalance_sampled"]
+    assert all(of_rank["metrics"] == found[0]["metrics"] for of_rank in found)
     if mini_batches > 1:
         assert {m for _, m, _ in found[-1]["rows"]} != {*range(mini_batches)}  # else no test
 
@@ -375,12 +288,12 @@ def test_rows_of_any_number_train_as_on_one_rank(size, mini_batches, tmp_path):
     torch.testing.assert_close([sum(parts) for parts in zip(*gradients)], of_one, rtol=1e-7, atol=1e-9)
 
 
+@one_rank
 def test_rows_of_a_uid_that_the_first_batch_lacks_are_one_line(toy):
-    with one_rank():
-        batch = groups_batch([(2, [3, 3]), (2, [1, 1])])
-        plan, _ = balance_groups(batch[:2], toy, 1)
-        with pytest.raises(InputError, match="rows of uid 1, of which the first batch has none"):
-            exchange_groups(batch, plan)
+    batch = groups_batch([(2, [3, 3]), (2, [1, 1])])
+    plan, _ = balance_groups(batch[:2], toy, 1)
+    with pytest.raises(InputError, match="rows of uid 1, of which the first batch has none"):
+        exchange_groups(batch, plan)
 
 
 def test_given_tokens_that_train_are_refused_where_the_loss_reads_the_engines_log_probs():

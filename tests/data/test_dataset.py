@@ -10,7 +10,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -64,6 +63,9 @@ def write_parquet(path, rows):
     return path
 
 
+jsonl_and_parquet = pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+
+
 def dataset_of(folder, rows, tokenizer, **kwargs):
     return RLHFDataset(write_jsonl(folder / "a.jsonl", rows), tokenizer, **{"max_prompt_length": 99} | kwargs)
 
@@ -111,33 +113,33 @@ def test_template_options(tmp_path, tokenizer):
 def test_no_pad_token_pads_with_eos(tmp_path):
     dataset = dataset_of(tmp_path, [make_row("hi")], make_tokenizer(eos_token="[eos]"), max_prompt_length=23)
     assert dataset[0]["input_ids"][0] == 1 and dataset[0]["attention_mask"][0] == 0
+    file = write_jsonl(tmp_path / "a.jsonl", [make_row("a")])
+    assert "neither a pad nor an eos" in error_of(file, make_tokenizer(unk_token="?"), max_prompt_length=30)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "numpy", "column lists"])
 def test_every_kind_of_source_gives_the_same_items(tmp_path, tokenizer, kind):
     rows = [make_row("a", 0, tools_kwargs={"calc": {"n": 1}}), make_row("b", 1, tools_kwargs={"search": {"k": "v"}})]
     source = tmp_path / f"a.{kind}"
-    if kind == "jsonl":
-        write_jsonl(source, rows)
-    elif kind == "json":
-        source.write_text(json.dumps(rows, indent=1))
-    elif kind == "parquet":
-        write_parquet(source, rows)
-    elif kind == "saved":
-        datasets.Dataset.from_list(rows).save_to_disk(source)
-    elif kind == "numpy":
-        source = datasets.Dataset.from_list(rows).with_format("numpy")
-    else:  # old `datasets` stored a list of structs as a struct of lists
-        table = pa.Table.from_pylist([{**r, "prompt": {k: [r["prompt"][0][k]] for k in r["prompt"][0]}} for r in rows])
-        source = tmp_path / "a.parquet"
-        pq.write_table(table, source)
+    match kind:
+        case "jsonl":
+            write_jsonl(source, rows)
+        case "json":
+            source.write_text(json.dumps(rows, indent=1))
+        case "parquet":
+            write_parquet(source, rows)
+        case "saved":
+            datasets.Dataset.from_list(rows).save_to_disk(source)
+        case "numpy":
+            source = datasets.Dataset.from_list(rows).with_format("numpy")
+        case "column lists":  # old `datasets` stored a list of structs as a struct of lists
+            lists = [row | {"prompt": {key: [value] for key, value in row["prompt"][0].items()}} for row in rows]
+            source = write_parquet(tmp_path / "a.parquet", lists)
     dataset = RLHFDataset(source, tokenizer, max_prompt_length=30)
-    # Arrow gave each row both tools, the other's as None
-    assert [dataset[i]["tools_kwargs"] for i in (0, 1)] == [{"calc": {"n": 1}}, {"search": {"k": "v"}}]
-    assert [dataset[i]["raw_prompt"] for i in (0, 1)] == [row["prompt"] for row in rows]
-    assert [dataset[i]["index"] for i in (0, 1)] == [0, 1]
-    assert all(type(dataset[i]["extra_info"]["index"]) is int for i in (0, 1))
-    assert dataset[1]["reward_model"] == {"style": "rule", "ground_truth": "B"}
+    for item, row in zip((dataset[0], dataset[1]), rows, strict=True):
+        assert item["tools_kwargs"] == row["extra_info"]["tools_kwargs"]  # Arrow gave each row both tools
+        assert item["raw_prompt"] == row["prompt"] and item["reward_model"] == row["reward_model"]
+        assert item["index"] == row["extra_info"]["index"] and type(item["extra_info"]["index"]) is int
 
 
 def test_several_files_of_different_types(tmp_path, tokenizer):
@@ -177,7 +179,7 @@ FIND = {"find": {"create_kwargs": {"at": 1}}}
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@jsonl_and_parquet
 def test_a_row_shows_the_tools_that_it_names(tmp_path, write, num_proc):
     """Also where the length is counted. A null is what Arrow writes for a name that other rows have."""
     infos = [{}, {"tools_kwargs": FIND}, {"tools_kwargs": {"add": {"create_kwargs": {"at": 2}}, "find": None}}]
@@ -266,8 +268,6 @@ def test_an_error_in_a_part_of_the_rows_names_the_row_of_the_file(tmp_path, toke
 
 
 # ---- errors: one line, with the place and the remedy ----
-
-
 def error_of(*args, **kwargs):
     with pytest.raises(InputError) as caught:
         RLHFDataset(*args, **kwargs)
@@ -312,24 +312,16 @@ def test_error_files(tmp_path, tokenizer, monkeypatch):
     assert "other.jsonl row 0: no column 'prompt'; it has question" in message(other)
 
 
-@pytest.mark.parametrize("prompt", [[], [{"content": "no role"}], ["text"], None, {"role": "user"}])
-def test_error_prompt_is_no_list_of_messages(tmp_path, tokenizer, prompt):
-    file = write_jsonl(tmp_path / "a.jsonl", [make_row("a"), {**make_row("b"), "prompt": prompt}])
-    message = error_of(file, tokenizer, max_prompt_length=30)
-    assert "a.jsonl row 1" in message and "not text or a list of messages" in message
-    assert message == error_of(file, tokenizer, max_prompt_length=30, num_proc=2)
-
-
-def test_messages_that_the_template_refuses_are_named(tmp_path, tokenizer):
-    refused = {**make_row("b"), "prompt": [{"role": "tool", "content": "x"}]}
-    message = error_of(write_jsonl(tmp_path / "b.jsonl", [refused]), tokenizer, max_prompt_length=30)
-    assert "b.jsonl row 0: the chat template refuses" in message and "no tools" in message
-
-
 BAD_ROWS = {  # what a row of make_row("b") is changed to, and what is said of it
-    "data source null": ({"data_source": None}, "'data_source' is null; it must be text"),
     "reward model text": ({"reward_model": "42"}, "'reward_model' is '42'; it must be a dict"),
-    "extra info a list": ({"extra_info": [1]}, "'extra_info' is [1]; it must be a dict"),
+    "no message": ({"prompt": []}, "not text or a list of messages"),
+    "no role": ({"prompt": [{"content": "no role"}]}, "not text or a list of messages"),
+    "a list of texts": ({"prompt": ["text"]}, "not text or a list of messages"),
+    "a message alone": ({"prompt": {"role": "user"}}, "not text or a list of messages"),
+    "a tool": (
+        {"prompt": [{"role": "tool", "content": "x"}]},
+        "the chat template refuses",
+    ),
     "no content": ({"prompt": [{"role": "user"}]}, "the content of message 0 is null; it must be text"),
     "half a character": ({"prompt": [{"role": "user", "content": "a\ud800"}]}, r"'\ud800', half of a character"),
 }
@@ -347,6 +339,7 @@ def test_error_rows_are_one_line_with_file_and_row(tmp_path, tokenizer, case, ki
             pytest.skip("Arrow has no such column")
     said = error_of(source, tokenizer, max_prompt_length=99)
     assert " row 1: " in said and message in said
+    assert said == error_of(source, tokenizer, max_prompt_length=99, num_proc=2)
 
 
 words = st.text(st.characters(codec=None, categories=["L", "Cs", "Cc"]), max_size=3) | st.just("content")
@@ -391,7 +384,7 @@ def calling(call: dict) -> list[dict]:
     return [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@jsonl_and_parquet
 @pytest.mark.parametrize(
     ("arguments", "rendered"),
     [({"a": 1}, '{"a": 1}'), ('{"a": null}', '{"a": null}'), ("", "{}"), (None, "{}"), ("null", "{}")],
@@ -449,11 +442,6 @@ def test_a_prompt_without_a_template_has_what_begins_a_text_and_not_what_ends_on
     assert [dataset[i]["raw_prompt_ids"] for i in (0, 1)] == [before + words] * 2  # and not twice
 
 
-def test_a_tokenizer_needs_a_token_to_pad_with(tmp_path):
-    file = write_jsonl(tmp_path / "a.jsonl", [make_row("a")])
-    assert "neither a pad nor an eos" in error_of(file, make_tokenizer(unk_token="?"), max_prompt_length=30)
-
-
 def test_load_split_of_a_local_copy(tmp_path):
     for config in ("main", "socratic"):
         (tmp_path / config).mkdir()
@@ -494,8 +482,6 @@ def test_load_dataset_class(tmp_path, tokenizer):
 
 
 # ---- batches ----
-
-
 def test_a_batch_is_as_wide_as_its_longest_prompt(tmp_path, tokenizer):
     rows = [make_row("x" * n) for n in (1, 7, 4)]
     dataset = dataset_of(tmp_path, rows, tokenizer)

@@ -17,7 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from lib import InputError
 from lib.data import remote
 from lib.data.dataset import data_sources_of
-from tests.common import ROOT, TOY_MODEL, Handler, fork, full_disk, http_server, ran, run_ranks
+from tests.common import ROOT, TOY_MODEL, Handler, fork, full_disk, http_server, one_line, ran, run_ranks
 
 ROWS = (ROOT / "data/toy/val.jsonl").read_bytes()
 FORK = multiprocessing.get_context("fork")
@@ -143,9 +143,8 @@ def test_what_goes_wrong_is_one_line_and_leaves_no_copy(shop, cache, monkeypatch
     ],
 )
 def test_a_missing_package_is_named(cache, url, message):
-    with pytest.raises(InputError, match=message) as error:
+    with one_line(message):
         remote.local_copy(url)
-    assert "\n" not in str(error.value)
 
 
 def test_a_copy_that_was_killed_in_the_middle_is_made_anew(shop, cache, monkeypatch):
@@ -179,8 +178,6 @@ def test_a_full_or_unwritable_cache_is_one_line(shop, cache):
 
 
 # ---- HTTP ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def server():
     """Serves `files` under `url`. asked: the requests; before_get: called before the first byte of an answer."""
@@ -219,9 +216,8 @@ def test_https_like_files_come_by_one_request_and_no_signature_is_shown(cache, s
     assert copy.name == "rows.jsonl" and copy.read_bytes() == ROWS
     assert server.asked == ["HEAD /rows.jsonl?download=1", "GET /rows.jsonl?download=1"]
     for path, status in {"moved": "403", "absent.jsonl": "404"}.items():
-        with pytest.raises(InputError, match=status) as error:
+        with one_line(f"^(?!.*hunter22).*{status}"):
             remote.local_copy(f"{server.url}/{path}")
-        assert "hunter22" not in str(error.value) and "\n" not in str(error.value)
 
 
 def _copy(world, url: str) -> str:
@@ -245,8 +241,7 @@ def test_two_jobs_on_one_node_copy_a_file_once(cache, server):
 
 
 def test_a_run_on_two_ranks_reads_models_and_rows_at_urls(tmp_path, cache, server, monkeypatch):
-    """One download for both ranks; config.json keeps the URLs; a resume sees that the rows have changed; a dry run
-    copies no weights."""
+    """One download for both; config.json keeps the URLs; a resume sees other rows; a dry run copies no weights."""
     url, model = f"{server.url}/rows.jsonl", f"file://{TOY_MODEL}"
     flags = ["--model", model, "--train-files", url, "--val-files", "none", "--prompts-per-step", "4"]
     flags += ["--group-size", "2", "--no-export-model", "--save-every", "1", "--run-name", "run", "--resume", "auto"]

@@ -12,9 +12,8 @@ from lib.cli.flags import with_line_breaks
 from lib.data import RLHFDataset
 from lib.data.chat_template import set_chat_template
 from lib.data.rows import RowForm, template_fields
-from rewards.gsm8k import compute_score
 from tests.common import SMALL, TOY_MODEL, fork, parse_flags, ran, rollouts
-from tests.data.test_dataset import dataset_of, error_of, make_tokenizer, write_jsonl, write_parquet
+from tests.data.test_dataset import dataset_of, error_of, jsonl_and_parquet, make_tokenizer, write_jsonl
 
 QUESTION = {"question": "1+1", "answer": "so #### 2", "level": 3}
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -22,18 +21,6 @@ MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}
 
 def text_of(item, tokenizer):
     return tokenizer.decode(item["raw_prompt_ids"])
-
-
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-def test_questions_and_answers_need_no_script(write, tmp_path):
-    file, tokenizer = write(tmp_path / f"sums.{write.__name__[6:]}", [QUESTION]), make_tokenizer()
-    form = {"columns": {"prompt": "question", "answer": "answer"}}
-    item = RLHFDataset(file, tokenizer, max_prompt_length=60, **form)[0]
-    assert text_of(item, tokenizer) == "<user: 1+1><assistant: "
-    assert item["reward_model"] == {"ground_truth": "so #### 2"} and item["data_source"] == "sums"
-    assert item["extra_info"] == {"answer": "so #### 2", "level": 3} and item["index"] == 0
-    score = compute_score("sums", "two: #### 2.0", item["reward_model"]["ground_truth"])
-    assert score == {"score": 1.0, "pred": "2"}
 
 
 def test_a_template_names_columns_and_a_system_prompt_goes_first(tmp_path):
@@ -45,14 +32,6 @@ def test_a_template_names_columns_and_a_system_prompt_goes_first(tmp_path):
     assert [row["raw_prompt"][0]["content"] for row in (dataset[0], dataset[1])] == ["s", "Be brief."]
     dataset = dataset_of(tmp_path, of_messages, tokenizer, filter_overlong_prompts=False)
     assert dataset[0]["raw_prompt"] == MESSAGES
-
-
-def test_trls_rows_load_as_they_are(tmp_path):
-    """`prompt` is text or messages, what scorers read are columns of any name."""
-    tokenizer = make_tokenizer()
-    for prompt in ("1+1", [{"role": "user", "content": "1+1"}]):
-        item = dataset_of(tmp_path, [{"prompt": prompt, "solution": "2"}], tokenizer)[0]
-        assert text_of(item, tokenizer) == "<user: 1+1><assistant: " and item["extra_info"] == {"solution": "2"}
 
 
 def test_without_a_chat_template_the_prompt_is_its_text(tmp_path):
@@ -164,7 +143,7 @@ RENAMED = {"prompt": "q", "answer": "a", "data_source": "source", "extra_info": 
 OTHER = {"q": "1+1", "a": "2", "source": "mine", "meta": {"index": 7}}
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@jsonl_and_parquet
 def test_columns_have_any_name_and_none_is_lost(write, tmp_path):
     """A column of the name that another one takes over is the scorer's, as without a column extra_info."""
     own = {"prompt": "not it", "answer": "3", "data_source": "other", "reward_model": {"ground_truth": "4"}}
@@ -182,7 +161,7 @@ def test_columns_have_any_name_and_none_is_lost(write, tmp_path):
     assert item["extra_info"] == {"a": "2", "prompt": "not it", "answer": "3", "data_source": "other"}
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@jsonl_and_parquet
 @pytest.mark.parametrize("name", ["prompt", "answer", "data_source", "extra_info", "images", "videos"])
 def test_a_column_that_no_row_has_is_named_with_those_that_are_there(name, write, tmp_path):
     column = {"images": [], "videos": [], "extra_info": {"index": 1}}.get(name, "x")
@@ -209,28 +188,10 @@ def test_an_error_of_a_row_names_the_column_as_the_row_does(change, form, said, 
     assert f"{file} row 0: " in message and said in message
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["question"], "--columns: question: give NAME=VALUE"),
-        (["promt=q"], "--columns takes no promt, only prompt, answer, "),
-        (["prompt=q", "answer=a", "prompt=r"], "--columns: prompt is there twice"),
-    ],
-)
-def test_columns_are_names_and_columns(words, said):
-    with pytest.raises(InputError) as caught:
-        parse_flags(grpo.Args, ["--columns", *words])
-    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+def test_columns_are_names_and_columns():
+    with pytest.raises(InputError, match=r"^--columns takes no promt, only prompt, answer, "):
+        parse_flags(grpo.Args, ["--columns", "promt=q"])
     assert columns_of(["prompt=a=b", "answer= x"]) == {"prompt": "a=b", "answer": " x"}
-
-
-@pytest.mark.parametrize("flag", ["--prompt-key", "--data.reward-fn-key"])
-def test_the_flags_before_name_the_one_that_came_after(flag, tmp_path):
-    with pytest.raises(InputError, match=f"there is no flag {flag}; did you mean --columns"):
-        parse_flags(grpo.Args, [flag, "question"])
-    (tmp_path / "old.yaml").write_text(f"{flag.rpartition('.')[2].lstrip('-')}: question")
-    with pytest.raises(InputError, match="did you mean --columns"):
-        parse_flags(grpo.Args, ["--config", str(tmp_path / "old.yaml")])
 
 
 SCORER = """

@@ -37,9 +37,8 @@ from lib.run.validation import (
 )
 from tests.common import run_ranks
 
+
 # ---- pass@k and maj@k ----------------------------------------------------------------------------
-
-
 def test_pass_at_k_equals_enumeration():
     for n in range(1, 8):
         for k in range(1, n + 1):
@@ -97,8 +96,6 @@ def test_maj_at_k_samples_many_subsets():
 
 
 # ---- validation ----------------------------------------------------------------------------------
-
-
 def validated(sources, prompts, scores, answers=None, truncated=None, **keys) -> list[Validated]:
     """Rows of these columns; a score of None is a response without one, a key of None one that its scorer left out."""
     rows = []
@@ -189,8 +186,6 @@ def test_validated_rows_take_what_a_scorer_gave():
 
 
 # ---- the batch of a step -------------------------------------------------------------------------
-
-
 def batch_of(rows: list[dict]) -> DataProto:
     """Rows of {uid, score, prompt, response, trained, finish, advantage} (lengths in tokens), P = 4, T = 6. The KL
     takes 0.25 of a row's reward; returns are 2 and values 3 times the advantage."""
@@ -264,12 +259,6 @@ def of_trained(rows: list[dict]) -> dict:
     return {key: value for key, value in row_metrics(batch_of(rows), *besides).items() if "faults/" not in key}
 
 
-def test_without_a_critic_there_are_no_values():
-    without = batch_of(ROWS)
-    del without.batch["values"]
-    assert not [key for key in row_metrics(without) if key.startswith("values/")]
-
-
 def test_zero_variance_of_several_rewards_is_that_of_each():
     """Of group b, which has equal scores, one reward differs."""
     batch = batch_of(ROWS)
@@ -279,8 +268,10 @@ def test_zero_variance_of_several_rewards_is_that_of_each():
     assert reduce_metrics(data_metrics(batch))["reward/zero_variance"] == 1
 
 
-def test_data_metrics_without_optional_keys_or_live_rows():
+def test_metrics_without_optional_keys_or_live_rows():
     batch = batch_of(ROWS)
+    del batch.batch["values"]  # there is no critic
+    assert not [key for key in row_metrics(batch) if key.startswith("values/")]
     batch.pop([], ["finish_reason"])
     expected = {k: v for k, v in EXPECTED.items() if k != "response_length/clip_ratio"}
     assert reduce_metrics(data_metrics(batch)) == pytest.approx(expected, rel=1e-6)
@@ -350,6 +341,9 @@ def test_throughput():
     speed = throughput_metrics(step, n_devices=2)  # of the 800 tokens 200 were sampled and not trained on
     per_token = {key: value for key, value in speed.items() if key.startswith("timing_per_token_ms/")}
     assert per_token == {"timing_per_token_ms/rollout": 2.0, "timing_per_token_ms/update": pytest.approx(2.0)}
+    step["perf/update_tflops"] = 1000.0
+    assert throughput_metrics(step, n_devices=2, peak=250.0)["perf/mfu"] == pytest.approx(1000 / (1.2 * 2 * 250))
+    assert "perf/mfu" not in throughput_metrics(step, n_devices=2)
 
 
 @pytest.mark.parametrize(
@@ -365,12 +359,6 @@ def test_idle_is_what_ranks_wait_for(more, idle):
     timing = {f"timing_s/{stage}": s for stage, s in seconds.items()}
     speed = throughput_metrics(timing | {"training/tokens": 1} | more, n_devices=1)
     assert speed["perf/idle"] == pytest.approx(idle)
-
-
-def test_mfu_is_the_share_of_the_peak_that_an_update_takes():
-    step = {"timing_s/step": 10.0, "timing_s/update": 5.0, "training/tokens": 1, "perf/update_tflops": 1000.0}
-    assert throughput_metrics(step, n_devices=2, peak=250.0)["perf/mfu"] == pytest.approx(1000 / (5 * 2 * 250))
-    assert "perf/mfu" not in throughput_metrics(step, n_devices=2)
 
 
 @pytest.mark.parametrize(
@@ -415,8 +403,6 @@ def test_numbers_of_two_data_sources_never_share_a_name(rows):
 
 
 # ---- alerts --------------------------------------------------------------------------------------
-
-
 def test_each_alert_counts_the_steps_in_which_it_holds():
     rows = [
         {
@@ -447,8 +433,6 @@ def test_the_line_of_a_step_shows_what_is_wrong_with_this_step_alone():
 
 
 # ---- micro-batches and the sampler's mismatch ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("split", [[6], [1, 5], [1] * 6, [0, 6]])
 def test_token_means_and_mismatch_equal_the_loop_however_they_are_split(split):
     g = torch.Generator().manual_seed(0)

@@ -38,7 +38,6 @@ TOOLS = [
 ALONE = World(0, 1, torch.device("cpu"))
 
 # ---- every column, against the batch of a real step ----------------------------------------------
-
 RECORDER = """
 from pathlib import Path
 import torch
@@ -165,8 +164,6 @@ def test_episodes_have_turns(recorded):
 
 
 # ---- the text of each token ----------------------------------------------------------------------
-
-
 def byte_level() -> PreTrainedTokenizerFast:
     """As of GPT-2, Llama 3 and Qwen: a token is any bytes."""
     vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -217,8 +214,6 @@ def test_a_character_of_several_tokens_stands_at_its_last(name):
 
 
 # ---- which groups, and how they are written ------------------------------------------------------
-
-
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(1, 4), st.randoms())
 def test_each_rank_keeps_its_share_of_the_groups_of_lowest_number(ranks, wanted, groups, random):
     kept = []

@@ -102,8 +102,6 @@ def test_missing_tracker(tmp_path, monkeypatch):
 
 
 # ---- console -------------------------------------------------------------------------------------
-
-
 def test_plain_output_is_one_line_a_step(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=20)
     tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1, "val/toy/clip_ratio": 0, "val/unscored": 0}, 0)
@@ -213,8 +211,6 @@ def test_images_and_errors_of_tools_are_shown_below_the_samples(tmp_path, capsys
 
 
 # ---- wandb, tensorboard, curve -------------------------------------------------------------------
-
-
 SAMPLES = [
     {"prompt": "a | b\n\n# 2*3", "response": "<script>alert(1)</script>\n6", "score": 0.5, "ground_truth": "6"},
     {"prompt": "\ud83d", "response": "x" * 9000, "score": None, "ground_truth": None},

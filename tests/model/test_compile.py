@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import lib.model.load
 from lib.distributed import make_mesh, shard_model
@@ -66,15 +66,13 @@ def sharded(world, path):
 @pytest.mark.slow
 def test_compiled_layers_are_sharded_and_checkpointed(tmp_path):
     # of one layer, for FSDP has each traced anew
-    path = save_tiny(tmp_path, cls=LlamaForCausalLM, config=LlamaConfig, num_hidden_layers=1)
+    path = save_tiny(tmp_path, cls=LlamaForCausalLM, num_hidden_layers=1)
     [((plain, ours), graphs)] = run_ranks(1, sharded, path)  # FSDP's hooks, which are compiled, are those of any size
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
     assert graphs > 0
 
 
 # ---- log-probs -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def compile_on_a_cpu(monkeypatch):
     """Gives a function: compile there, too, by this backend."""

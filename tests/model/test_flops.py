@@ -118,7 +118,6 @@ def test_flops_of_a_step_by_hand():
 
 
 # ---- families ------------------------------------------------------------------------------------
-
 OTHER_PRODUCTS = {  # what is not counted, or not by its weights
     "gemma3n_text": "products of its parallel residual streams",
     "hrm_text": "runs its layers several times",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from lib import InputError
 from lib.distributed import full_tensor, iter_full_params, make_mesh, shard_model, trainable_parameters
@@ -24,12 +24,11 @@ from lib.model import (
 )
 from lib.rollout import weight_checksum
 from lib.run.export import export_hf
-from tests.common import TOY_MODEL, randomize_lora_b, rollout_batch, run_ranks, save_tiny, with_slow
+from tests.common import TOY_MODEL, one_line, randomize_lora_b, rollout_batch, run_ranks, save_tiny, with_slow
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
 LORA = {"rank": 4, "alpha": 8, "seed": 3}
-MOE = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig}
-MOE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE = {"cls": Qwen3MoeForCausalLM, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def lora_model(world, path, *, random_b=True, shard=True, target_modules="all-linear", **options):
@@ -109,8 +108,6 @@ def test_adapters_start_alike_on_every_rank_and_change_nothing(tmp_path):
 
 
 # ---- precision -----------------------------------------------------------------------------------
-
-
 def bf16_base(world, path, reference_first):
     model = load_model(path, dtype=torch.bfloat16)
     add_lora(model, **LORA)
@@ -137,8 +134,6 @@ def test_adapters_and_their_gradients_are_fp32_on_frozen_bf16_weights(tmp_path):
 
 
 # ---- frozen parts --------------------------------------------------------------------------------
-
-
 def train_parts(world, path, pattern):
     model = load_model(path, dtype=torch.float64)
     if pattern:
@@ -166,8 +161,6 @@ def test_a_pattern_that_freezes_nothing_or_everything_is_refused(tmp_path, patte
 
 
 # ---- resume, export ------------------------------------------------------------------------------
-
-
 def export(world, path, folder, dtype):
     adapted = "all-linear" if dtype == torch.float64 else ".*[qkvo]_proj"  # experts have none
     model = add_lora(load_model(path, dtype=dtype), **LORA, target_modules=adapted)
@@ -198,18 +191,13 @@ def test_export_is_the_merged_model_and_the_adapter_for_peft(tmp_path, more, dty
     assert adapted.peft_config["default"].base_model_name_or_path == path
 
 
-def export_of_a_copy(world, path, folder):
-    model = add_lora(load_model(path, dtype=torch.bfloat16), **LORA)
+def test_of_a_copy_in_bf16_the_masters_are_exported(tmp_path, one_rank):
+    """--sharding zero1: what computes is in bfloat16, and Adam's weights in fp32."""
+    model = add_lora(load_model(save_tiny(tmp_path / "model"), dtype=torch.bfloat16), **LORA)
     randomize_lora_b(model)
     masters = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_B." in name}
-    model = shard_model(model, make_mesh(world), torch.bfloat16, zero1=True)
-    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
-    return masters
-
-
-def test_of_a_copy_in_bf16_the_masters_are_exported(tmp_path):
-    """--sharding zero1: what computes is in bfloat16, and Adam's weights in fp32."""
-    [masters] = run_ranks(1, export_of_a_copy, save_tiny(tmp_path / "model"), str(tmp_path))
+    model = shard_model(model, make_mesh(one_rank), torch.bfloat16, zero1=True)
+    export_hf(model, load_tokenizer(TOY_MODEL), f"{tmp_path}/exported")
     adapter = load_file(tmp_path / "exported/adapter/adapter_model.safetensors")
     for name, master in masters.items():
         own = adapter[f"base_model.model.{name.replace('.default', '')}"]
@@ -226,9 +214,8 @@ def test_of_a_copy_in_bf16_the_masters_are_exported(tmp_path):
     ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(tmp_path, target_modules, more, message):
-    with pytest.raises(InputError, match=f"--lora-target-modules {re.escape(target_modules)}: .*{message}") as error:
+    with one_line(f"--lora-target-modules {re.escape(target_modules)}: .*{message}"):
         add_lora(load_model(save_tiny(tmp_path, **more)), **LORA, target_modules=target_modules)
-    assert "\n" not in str(error.value)
 
 
 def test_a_critic_s_head_is_trained_as_a_whole_whatever_the_pattern_says(tmp_path):
@@ -258,8 +245,6 @@ def checksums(world, path, replicas):
 @pytest.mark.parametrize(("size", "replicas"), with_slow([(2, 1), (2, 2)], (2, 2)))
 def test_the_checksum_of_adapted_shards_is_that_of_the_whole_merged_weights(tmp_path, size, replicas):
     path = save_tiny(tmp_path)
-    [(base, _)] = run_ranks(
-        1, lambda world, path: (weight_checksum(load_model(path, dtype=torch.float64), torch.float64), 0), path
-    )
+    [base] = run_ranks(1, lambda world: weight_checksum(load_model(path, dtype=torch.float64), torch.float64))
     for adapted, whole in run_ranks(size, checksums, path, replicas):
         assert adapted == whole and adapted[0] != base

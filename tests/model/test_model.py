@@ -14,33 +14,19 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma2ForSequenceClassification,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Qwen2ForSequenceClassification,
-    Qwen2ForTokenClassification,
-    Qwen2Model,
-)
 from transformers.generation import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import lib.model.log_probs
-from lib import InputError
 from lib.args import check_model_path
+from lib.core_algos import at_ids
 from lib.data.rows import read_rows
-from lib.distributed import clip_grad_norm, make_mesh, shard_model, trainable_parameters
+from lib.distributed import make_mesh, shard_model
 from lib.model import (
     LinearLogProbs,
     batched_log_probs,
-    batched_values,
     least_kept,
     load_critic,
     load_model,
@@ -50,29 +36,34 @@ from lib.model import (
     response_values,
     reward_model_scores,
 )
-from lib.run.checkpoint import load_checkpoint, save_checkpoint
-from lib.run.export import export_hf
 from lib.sampling import Truncation
 from planner.meta import LiveBytes
-from tests.common import TOY_MODEL, rollout_batch, run_ranks, save_tiny
+from tests.common import TOY_MODEL, VOCAB, float64_norms, one_line, rollout_batch, run_ranks, save_tiny
 from tests.model.test_models import logits_of_rows
+from tests.scripts.test_invariance import groups_batch
 
 PROMPTS, RESPONSES = [3, 7, 5, 5, 2, 7], [4, 1, 9, 6, 6, 8]
+save_gemma = functools.partial(save_tiny, cls=transformers.Gemma3ForCausalLM, head_dim=32)
+save_critic = functools.partial(save_tiny, cls=transformers.Qwen2ForTokenClassification)
+save_classifier = functools.partial(save_tiny, cls=transformers.Qwen2ForSequenceClassification)
 
 
 def reference(model, batch, temperature, truncation=None):
-    """By rows alone: log-probs, entropies, sum pi^2 (B, T), and with a truncation the tokens that transformers would
-    not have kept; they and what is likelier are kept, too."""
-    mask = batch.batch["response_mask"]
-    results = [torch.zeros(mask.shape, dtype=model.dtype) for _ in range(3 + (truncation is not None))]
+    """By rows alone: log-probs, entropies, sum pi^2 (B, T), with a truncation the tokens that transformers would not
+    have kept (they and what is likelier are kept, too), and of all tokens the log-probs of K and the rest."""
+    shape, ids = batch.batch["response_mask"].shape, batch.batch["teacher_ids"]
+    shapes = [shape] * (3 + (truncation is not None)) + [(*shape, ids.shape[-1] + 1)]
+    results = [torch.zeros(shape, dtype=model.dtype) for shape in shapes]
     for at, token, logits in logits_of_rows(model, batch):
         z = logits / temperature
+        p_of_ids = z.softmax(-1)[ids[at]]
+        results[-1][at] = torch.cat([p_of_ids, 1 - p_of_ids.sum(-1, keepdim=True)]).log()
         kept = kept_by_transformers(z.detach()[None], truncation or Truncation())[0]
         outside, own = ~kept[token], z[token]
         z = z[kept | ((z >= own) & outside)]
         log_p = z.log_softmax(-1)
         found = (own - z.logsumexp(-1), -(log_p.exp() * log_p).sum(), log_p.exp().square().sum(), outside)
-        for result, value in zip(results, found):
+        for result, value in zip(results[:-1], found):
             result[at] = value
     return tuple(results)
 
@@ -89,38 +80,44 @@ def kept_by_transformers(z, truncation):
     return warpers(None, z).isfinite()
 
 
-CAPPED = {"cls": Gemma2ForCausalLM, "config": Gemma2Config, "head_dim": 32, "final_logit_softcapping": 2.0}
-
+CAPPED = {"cls": transformers.Gemma2ForCausalLM, "head_dim": 32, "final_logit_softcapping": 2.0}
 
 CUTS = [None, (0.7, -1), (1.0, 20), (0.9, 30), (1.0, -1, 0.1), (0.9, 30, 0.05)]  # of sampling
 
 
 @pytest.mark.parametrize(("more", "cut"), [*product([{}, CAPPED], CUTS), ({"tied": False}, None)], ids=str)
-def test_log_probs_entropies_and_gradients_are_those_of_single_rows(tmp_path, more, cut):
-    """What sampling leaves out is out of them. The set is fixed in the gradient. In float64, but for capped attention,
-    which has a head of its own and a softmax in float32."""
+def test_log_probs_entropies_signals_and_gradients_are_those_of_single_rows(tmp_path, more, cut):
+    """What sampling leaves out is out of them, but for a signal's, which changes no other. The set is fixed in the
+    gradient. In float64, but for capped attention, which has a head of its own and a softmax in float32."""
     capped = more is CAPPED
     dtype, attention, exact = (torch.float32, "eager", 1e-4) if capped else (torch.float64, "sdpa", 1e-9)
     path, truncation = save_tiny(tmp_path, **more), cut and Truncation(*cut)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention)
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    batch.batch["response_mask"][2, 3:5] = 0  # a tool's output inside a response
-    weights = torch.randn(2, *batch.batch["responses"].shape, dtype=dtype)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation=attention)
+    plain = plain if capped else float64_norms(plain)
+    batch = groups_batch([(3, [4, 1, 9]), (7, [6, 6, 8])])
+    mask = batch.batch["response_mask"]
+    mask[2, 3:5] = 0  # a tool's output inside a response
+    batch.batch["teacher_ids"] = torch.rand(*mask.shape, VOCAB).topk(4).indices
     theirs = reference(plain, batch, 0.8, truncation)
-    sum((w * x).sum() for w, x in zip(weights, theirs)).backward()
+    weights = [torch.randn(theirs[i].shape, dtype=dtype) for i in (0, 1, -1)]
+    sum((w * theirs[i]).sum() for i, w in zip((0, 1, -1), weights)).backward()
     expected = dict(plain.named_parameters())
-    for padding_free in [False] if capped else [False, True]:
+    for layout in [{"padding_free": False}] if capped else [{"padding_free": False}, {}, {"share_prompts": False}]:
         model = load_model(path, dtype=dtype, attn_implementation=attention if capped else "packed_sdpa")
-        options = {"padding_free": padding_free, "sum_pi_squared": True, "truncation": truncation}
-        ours = response_log_probs(model, batch, 0.8, **options)
+        model = model if capped else float64_norms(model)
+        options = {"sum_pi_squared": True, "truncation": truncation} | layout
+        signal = options | {"signal": at_ids, "columns": ["teacher_ids"]}
+        ours = response_log_probs(model, batch, 0.8, **signal)
+        assert all(a.equal(b) for a, b in zip(response_log_probs(model, batch, 0.8, **options), ours[:-1], strict=True))
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=exact, atol=exact)
-        assert not any(x.requires_grad for x in ours[2:])
-        assert cut is None or 0 < ours[3].sum() < sum(RESPONSES)
-        sum((w * x).sum() for w, x in zip(weights, ours)).backward()
+        assert not any(x.requires_grad for x in ours[2:-1]) and not ours[-1][mask == 0].any()
+        assert cut is None or 0 < ours[3].sum() < mask.sum()
+        sum((w * ours[i]).sum() for i, w in zip((0, 1, -1), weights)).backward()
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, expected[name].grad, rtol=10 * exact, atol=10 * exact)
-        for a, b in zip(batched_log_probs(model, batch, 0.8, 20, **options), theirs[:3], strict=True):
+        batched = batched_log_probs(model, batch, 0.8, 20, **signal)
+        for a, b in zip(batched, (*theirs[:3], theirs[-1]), strict=True):
             torch.testing.assert_close(a, b, rtol=exact, atol=exact)
 
 
@@ -192,30 +189,20 @@ def test_what_ties_with_the_last_token_kept_is_kept():
     assert least_kept(z, 0.99, 3, 0.5).item() > 2 and least_kept(z, min_p=0.3).item() < 2
 
 
-def test_full_logits_never_exist():
-    """Peak of the projection, forward and backward, stays far below one (N, V) tensor: the chunk is what counts."""
-    n, v, d, chunk = 512, 4096, 8, 16
-    h, w = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
-    y = torch.randint(v, (n,))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        logp, entropy = LinearLogProbs.apply(h, w, y, 1.0, chunk)
-        (logp.sum() + entropy.sum()).backward()
-    largest = max(event.cpu_memory_usage for event in profile.events() if event.name.startswith("aten::mm"))
-    assert largest <= max(chunk, d) * v * 4 < n * v * 4 / 10
-
-
-def test_two_tensors_of_a_chunks_logits_exist_in_fp32():
-    """Not three, forward or backward, with a gradient of the entropy; bf16 logits are gone before the second."""
+@pytest.mark.parametrize("chunk", [512, 16])
+def test_two_tensors_of_a_chunks_logits_exist_in_fp32(chunk):
+    """Not three, forward or backward, with a gradient of the entropy; bf16 logits are gone before the second. And
+    never the logits of all tokens."""
     n, v, d = 512, 4096, 8
     h = torch.randn(n, d, dtype=torch.bfloat16, requires_grad=True)
     head = torch.nn.Linear(d, v, bias=False, dtype=torch.bfloat16)
     y = torch.randint(v, (n,))
     with LiveBytes(head) as forward:
-        logp, entropy = LinearLogProbs.apply(h, head.weight, y, 0.5, n)
+        logp, entropy = LinearLogProbs.apply(h, head.weight, y, 0.5, chunk)
     with LiveBytes(head) as backward:
         (logp.sum() + entropy.sum()).backward()
     for peak in (forward.peak, backward.peak):
-        assert peak < 2.1 * n * v * 4  # 0.1: what is of the size of n x 1 and v x d
+        assert peak < (2.1 * n * v * 4 if chunk == n else n * v * 4 / 8)  # 0.1: what is of the size of n x 1 and v x d
 
 
 def test_entropy_and_sum_of_squares_of_a_large_vocabulary_are_exact_in_fp32():
@@ -230,13 +217,10 @@ def test_entropy_and_sum_of_squares_of_a_large_vocabulary_are_exact_in_fp32():
 
 
 # ---- the critic's values -------------------------------------------------------------------------
-
-
 def test_values_and_their_gradients_equal_those_of_single_rows(tmp_path):
-    """In fp64, where sums in another order differ by 1e-14 or so; a neighbour's value is off by 0.1 and more. The
-    weights of the masked places are not zero: a value that leaked there would show in the gradient."""
-    path = save_tiny(tmp_path, cls=Qwen2ForTokenClassification, num_labels=1)
-    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    """The weights of the masked places are not zero: a value that leaked there would show in the gradient."""
+    path = save_critic(tmp_path, num_labels=1)
+    plain = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
     batch = rollout_batch(PROMPTS, RESPONSES)
     mask = batch.batch["response_mask"]
     mask[2, 3:5] = 0  # a tool's output inside a response
@@ -255,56 +239,6 @@ def test_values_and_their_gradients_equal_those_of_single_rows(tmp_path):
             torch.testing.assert_close(p.grad, expected[name].grad, rtol=1e-8, atol=1e-9)
 
 
-def train_a_sharded_critic(world, path, folder):
-    """Values before a step, the gradient's norm, and values after the step, from a checkpoint, and exported."""
-
-    def make():
-        model = shard_model(load_critic(path, dtype=torch.float64), make_mesh(world), torch.float64)
-        return model, torch.optim.AdamW(trainable_parameters(model), lr=1e-2)
-
-    batch = rollout_batch(PROMPTS, RESPONSES)[list(range(world.rank, len(PROMPTS), world.size))]
-    model, optimizer = make()
-    before = batched_values(model, batch, 20)
-    loss = (response_values(model, batch) - 1).mul(batch.batch["response_mask"]).square().sum() * world.size
-    loss.backward()
-    norm = clip_grad_norm(trainable_parameters(model), 1e9)
-    optimizer.step()
-    after = batched_values(model, batch, 20)
-    step = save_checkpoint(
-        folder, 1, models={"critic": (model, optimizer)}, schedulers={}, trainer_state={}, keep=0
-    ).result()
-    other, other_optimizer = make()
-    load_checkpoint(step, models={"critic": (other, other_optimizer)}, schedulers={})
-    resumed = batched_values(other, batch, 20)
-    export_hf(model, load_tokenizer(TOY_MODEL), f"{folder}/exported")
-    exported = response_values(load_critic(f"{folder}/exported", dtype=torch.float64), batch).detach()
-    return before, norm, after, resumed, exported
-
-
-def test_a_critic_shards_trains_resumes_and_exports_alike_on_two_ranks(tmp_path):
-    """From a causal LM: the first values are 0 on each rank. Two ranks split a head of one row: one of them has none.
-
-    rtol 1e-7: AdamW's first step is lr * sign(gradient), nearly, so rounding grows where a gradient is near its eps
-    of 1e-8; a gradient that is wrong by a factor or missing moves the values by 1e-2 and more.
-    """
-    path = save_tiny(tmp_path / "lm")
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    alone = load_critic(path, dtype=torch.float64)
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    (response_values(alone, batch) - 1).mul(batch.batch["response_mask"]).square().sum().backward()
-    expected_norm = float(torch.nn.utils.get_total_norm([p.grad for p in alone.parameters()]))
-    optimizer.step()
-    expected = response_values(alone, batch).detach()
-    assert expected.abs().max() > 0.1
-    results = run_ranks(2, train_a_sharded_critic, path, str(tmp_path / "run"))
-    for rank, (before, norm, after, resumed, exported) in enumerate(results):
-        assert before.count_nonzero() == 0
-        assert norm == pytest.approx(expected_norm, rel=1e-9)
-        torch.testing.assert_close(after, expected[rank::2], rtol=1e-7, atol=1e-9)
-        assert torch.equal(resumed, after)
-        torch.testing.assert_close(exported, after, rtol=1e-9, atol=1e-10)
-
-
 def test_a_causal_lm_becomes_a_critic_of_zero_values_without_a_word(tmp_path, monkeypatch):
     path, said, handler = save_tiny(tmp_path), [], logging.Handler()
     handler.emit = said.append
@@ -318,13 +252,13 @@ def test_a_causal_lm_becomes_a_critic_of_zero_values_without_a_word(tmp_path, mo
     assert all(p.grad.count_nonzero() > 0 for p in critic.parameters())
 
 
-@pytest.mark.parametrize("cls", [Qwen2ForTokenClassification, Qwen2ForSequenceClassification])
+@pytest.mark.parametrize("cls", [transformers.Qwen2ForTokenClassification, transformers.Qwen2ForSequenceClassification])
 def test_a_critic_or_a_reward_model_keeps_its_head(tmp_path, cls):
     path = save_tiny(tmp_path, cls=cls, num_labels=1)
     saved = cls.from_pretrained(path, dtype=torch.float32)
     critic = load_critic(path)
     assert torch.equal(critic.score.weight, saved.score.weight) and critic.score.weight.count_nonzero() > 0
-    bias = saved.score.bias if cls is Qwen2ForTokenClassification else torch.zeros(1)
+    bias = saved.score.bias if cls is transformers.Qwen2ForTokenClassification else torch.zeros(1)
     assert torch.equal(critic.score.bias, bias)
 
 
@@ -332,7 +266,7 @@ def test_a_gguf_critic_is_read_as_a_gguf_model_is(tmp_path, monkeypatch):
     """A folder's weights stand in for the file's: what matters is what transformers is asked to read."""
     path, asked = save_tiny(tmp_path), []
     (tmp_path / "model.gguf").touch()
-    for auto in (AutoConfig, AutoModelForTokenClassification):
+    for auto in (transformers.AutoConfig, transformers.AutoModelForTokenClassification):
         read = auto.from_pretrained
 
         def spy(folder, *, gguf_file, read=read, **more):
@@ -346,16 +280,13 @@ def test_a_gguf_critic_is_read_as_a_gguf_model_is(tmp_path, monkeypatch):
 
 
 # ---- the reward model's scores -------------------------------------------------------------------
-
 RM_TEMPLATE = "{% for m in messages %}{{ m['role'][:1] }}: {{ m['content'] }}<|im_end|>{% endfor %}"
 
 
 def save_reward_model(folder, pad_token="<|im_end|>", template=RM_TEMPLATE, num_labels=1, **more):
-    """A sequence classifier whose conversations end in <|im_end|>, which is often its pad token too.
-
-    Its tokenizer, the toy's files read as Qwen2's, drops spaces: the policy's tokenizer would give other scores.
-    """
-    more = {"cls": Qwen2ForSequenceClassification, "num_labels": num_labels, **more}
+    """A sequence classifier whose conversations end in <|im_end|>, which is often its pad token too. Its tokenizer, the
+    toy's files read as Qwen2's, drops spaces: the policy's tokenizer would give other scores."""
+    more = {"cls": transformers.Qwen2ForSequenceClassification, "num_labels": num_labels, **more}
     tokenizer = load_tokenizer(TOY_MODEL)
     tokenizer.chat_template, tokenizer.pad_token = template, pad_token
     tokenizer.save_pretrained(folder)
@@ -363,8 +294,7 @@ def save_reward_model(folder, pad_token="<|im_end|>", template=RM_TEMPLATE, num_
 
 
 def conversations():
-    """Rollouts with their prompts; the responses end in <|im_end|>, which is not to be scored as text. In the second
-    prompt it is text."""
+    """Rollouts with their prompts. <|im_end|> ends the responses; in the second prompt it is text."""
     batch = rollout_batch(PROMPTS, RESPONSES)
     ends = batch.batch["response_mask"].sum(1) - 1
     batch.batch["responses"][range(len(batch)), ends] = load_tokenizer(TOY_MODEL).eos_token_id
@@ -377,7 +307,8 @@ def conversations():
 
 def reference_scores(path):
     """One row at a time, through transformers' own head and pooling, which without a pad token reads the last place."""
-    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    model = load(path, dtype=torch.float32, attn_implementation="eager")
     model.config.pad_token_id = None
     own, policys, batch, scores = load_tokenizer(path), load_tokenizer(TOY_MODEL), conversations(), []
     for i, [message] in enumerate(batch.non_tensor_batch["raw_prompt"]):
@@ -397,7 +328,7 @@ def sharded_scores(world, path):
     return reward_model_scores(model, tokenizer, batch, load_tokenizer(TOY_MODEL), 60)
 
 
-SOFT_CAPS = {"cls": Gemma2ForSequenceClassification, "config": Gemma2Config, "head_dim": 32}
+SOFT_CAPS = {"cls": transformers.Gemma2ForSequenceClassification, "head_dim": 32}
 
 
 @pytest.mark.parametrize(
@@ -415,39 +346,35 @@ def test_scores_are_those_of_single_rows_at_their_last_token_whatever_the_pad_to
 
 
 # ---- loading -------------------------------------------------------------------------------------
-
-
-def gemma(folder) -> str:
-    return save_tiny(folder, cls=Gemma3ForCausalLM, config=Gemma3TextConfig, head_dim=32)
-
-
 @pytest.mark.parametrize(
     ("load", "save", "message"),
     [
-        (load_critic, gemma, "--critic-model .*TokenClassification"),
-        (load_critic, lambda p: save_tiny(p, cls=Qwen2ForTokenClassification, num_labels=3), r"--critic-model .*\(3"),
+        (
+            load_critic,
+            lambda p: save_tiny(p, cls=transformers.Gemma3ForCausalLM, head_dim=32),
+            "--critic-model .*TokenClassification",
+        ),
+        (load_critic, lambda p: save_critic(p, num_labels=3), r"--critic-model .*\(3"),
         (load_critic, lambda p: str(p / "absent.gguf"), "--critic-model .*no such file"),
         # transformers would make a random head, another on each rank
-        (load_model, lambda p: save_tiny(p, cls=Qwen2Model, tied=False), r"--model .*: no lm_head"),
+        (load_model, lambda p: save_tiny(p, cls=transformers.Qwen2Model, tied=False), r"--model .*: no lm_head"),
         (load_reward_model, lambda p: save_reward_model(p, num_labels=3), "--reward-model .*3 outputs"),
         (load_reward_model, save_tiny, "--reward-model .*no score.weight"),
-        (load_reward_model, lambda p: save_tiny(p, cls=Qwen2ForSequenceClassification, num_labels=1), "tokenizer"),
+        (load_reward_model, lambda p: save_classifier(p, num_labels=1), "tokenizer"),
         (load_reward_model, lambda p: save_reward_model(p, template=None), "--reward-model .*no chat template"),
         (load_reward_model, lambda p: str(p / "absent"), "--reward-model .*no such folder"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_by_its_flag(tmp_path, load, save, message):
-    with pytest.raises(InputError, match=message) as error:
+    with one_line(message):
         load(save(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def test_a_prompt_that_the_reward_models_template_refuses_is_one_clear_line(tmp_path):
     template = "{{ raise_exception('no system message') }}"
     model, tokenizer = load_reward_model(save_reward_model(tmp_path, template=template))
-    with pytest.raises(InputError, match=r"--reward-model.* no system message") as error:
+    with one_line(r"--reward-model.* no system message"):
         reward_model_scores(model, tokenizer, conversations(), load_tokenizer(TOY_MODEL), 60)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("load", [load_model, load_critic])
@@ -463,8 +390,8 @@ def test_dropout_is_off(tmp_path, load):
 def test_weights_are_fp32_whatever_the_checkpoints_dtype(tmp_path):
     """Trap 14: transformers 5 takes the checkpoint's dtype, and AdamW on bf16 weights loses small updates."""
     path = save_tiny(tmp_path)
-    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
-    assert AutoModelForCausalLM.from_pretrained(path).dtype == torch.bfloat16
+    transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    assert transformers.AutoModelForCausalLM.from_pretrained(path).dtype == torch.bfloat16
     assert {p.dtype for p in load_model(path).parameters()} == {torch.float32}
 
 
@@ -509,6 +436,6 @@ def test_without_the_hub_an_unknown_name_is_not_tried_again(load, monkeypatch, c
     check_model_path(name)
     [said] = capsys.readouterr().err.splitlines()
     assert said.startswith(f"{name}: no such path here, and http://127.0.0.1:9 cannot be reached (")
-    with pytest.raises(InputError) as refused:
+    with one_line(name):
         load(name)
-    assert name in str(refused.value) and "\n" not in str(refused.value) and not tries
+    assert not tries

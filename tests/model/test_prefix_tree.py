@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2ForTokenClassification
 
 from lib.data import prefix_tree, prepare_dynamic_batch
 from lib.data.micro_batches import prompt_groups
 from lib.data_proto import DataProto
 from lib.distributed import Mean, full_tensor, make_mesh, make_row_group, shard_model
-from lib.model import ForwardConfig, load_critic, load_model, response_log_probs, response_values
+from lib.model import ForwardConfig, load_model, response_log_probs
 from lib.model.trained import Policy
 from lib.sampling import Sampling
 from tests.common import float64_norms, run_ranks, save_tiny
@@ -171,8 +170,7 @@ def test_every_kind_of_layer_takes_the_tree(tmp_path, family, attention):
 
 
 def test_branches_compute_the_beginning_that_they_are_given_once(model):
-    """A row and two branches of it, one of which branches again: the row trains all of its tokens, the branches what
-    follows the beginning that they share with it."""
+    """A row that trains all its tokens, and branches of it, which train what follows the beginning that they share."""
     prompt, trunk, other = [5, 6, 7], [*range(10, 40)], [*range(50, 70)]
     whole = [trunk + tail for tail in ([41, 42, 43], [44, 45], [*other, 46], [*other, 47, 48])]
     rows = [row(prompt, [(ids[:n], 0), (ids[n:], 1)]) for ids, n in zip(whole, (0, 30, 30, 50))]
@@ -183,18 +181,6 @@ def test_branches_compute_the_beginning_that_they_are_given_once(model):
     batch.batch["response_mask"][:, 0] = 1
     # of responses as they are sampled none is shared
     assert sum(prefix_tree(batch).lengths) == 3 + 33 + 32 + 51 + 52 - 4
-
-
-def test_a_critic_and_gradient_checkpointing_take_the_tree(tmp_path):
-    batch = batch_of(FORKS)
-    path = save_tiny(tmp_path, cls=Qwen2ForTokenClassification, num_labels=1)
-    critic = float64_norms(load_critic(path, dtype=torch.float64, gradient_checkpointing=True))
-    critic.train()
-    shared, rows = (
-        with_gradient(critic, lambda share=share: [response_values(critic, batch, share_prompts=share)])
-        for share in (True, False)
-    )
-    assert_equal(shared, rows)
 
 
 def over_two_ranks(world, path: str, options: dict, tensor: int):

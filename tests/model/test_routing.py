@@ -57,8 +57,7 @@ SOFT = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe
 
 
 def random_routes(batch, layers: int, experts: int, k: int):
-    """Some experts for each token, the same for tokens of a prompt that rows share; of the last token they are not
-    known."""
+    """Some experts for each token, the same where rows share a prompt; those of the last token are not known."""
     generator, rows = torch.Generator().manual_seed(0), []
     for n in batch.batch["attention_mask"].sum(1).tolist():
         draws = torch.rand(n, layers, experts, generator=generator)
@@ -247,11 +246,8 @@ def test_sharded_and_parallel_ranks_replay_as_one(tmp_path, ranks, split, kind):
 
 
 # ---- the engines ---------------------------------------------------------------------------------
-
-
 def test_the_hf_engine_records_what_each_token_took(tmp_path):
-    """Float32: a row sampled in a batch with a cache, against the row alone. The two choose the same experts but where
-    scores are equal to 1e-6, and none are."""
+    """Against the row alone: the two choose alike, for no scores are equal to 1e-6."""
     model = load_model(MODEL)
     engine = HFEngine(model, load_tokenizer(MODEL))
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 11], [5, 6, 7]]
@@ -322,7 +318,6 @@ def test_routes_come_from_a_server_and_survive_a_sync(stop):
 
 
 # ---- several turns -------------------------------------------------------------------------------
-
 REPLIES = st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans(), st.none() | st.integers(0, 9))
 
 
@@ -465,8 +460,6 @@ def test_a_rank_whose_episodes_were_all_out_of_time_has_the_column_too(mixture):
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-
-
 TURNS = ["--multi-turn.interaction", f"{__file__}:Asks", "--multi-turn.max-turn-tokens", "12"]
 TURNS += ["--max-response-length", "64"]
 
@@ -512,8 +505,6 @@ def test_what_cannot_replay_its_routes_is_rejected():
 
 
 # ---- the embedded mixture ------------------------------------------------------------------------
-
-
 def test_the_embedded_mixture_is_the_generators_and_uses_its_experts(tmp_path):
     tokenizer = make_tokenizer()
     model, config = load_model(MODEL), make_mixtral(tokenizer, 128).config

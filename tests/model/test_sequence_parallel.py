@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Qwen2ForTokenClassification,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 import grpo
@@ -55,8 +47,7 @@ def batch_of_step():
 
 
 def update(model, parameters, batch, world, forward, group, share):
-    """Loss of a mini-batch and its gradient, as the scripts make them; how many micro-batches, how many without a row
-    of this rank."""
+    """Loss and gradient of a mini-batch, as the scripts make them; micro-batches, those without a row of this rank."""
     micro_batches, _ = prepare_dynamic_batch(batch, MICRO, share_prompts=share, row_group=group)
     total = torch.zeros((), dtype=torch.float64)
     for i, micro in enumerate(micro_batches):
@@ -73,11 +64,12 @@ def update(model, parameters, batch, world, forward, group, share):
 def step(
     world, path, size=1, tensor=1, replicas=1, critic=False, share=True, checkpointing=False, lora=False, offload=False
 ):
-    """What a step computes with groups of `size` ranks, or with layers split over `tensor` ranks: outputs of this
-    rank's rows without gradients, and `update`."""
+    """With groups of `size` ranks, or layers split over `tensor` ranks: outputs of this rank's rows, and `update`."""
     load = load_critic if critic else load_model
     model = load(path, dtype=torch.float64, gradient_checkpointing=checkpointing)
-    model = model if isinstance(model, Gemma3ForCausalLM) else float64_norms(model)
+    norm = lambda self, x: x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)  # noqa: E731
+    Gemma3RMSNorm.forward = norm  # in float64, in this rank's process; float64_norms mends the others
+    model = model if isinstance(model, transformers.Gemma3ForCausalLM) else float64_norms(model)
     model.config._experts_implementation = "eager"  # the other ones know no float64
     if lora:
         add_lora(model, rank=4, alpha=8, seed=0)
@@ -99,7 +91,7 @@ def step(
 
 
 def assert_exact(path, ranks, layout, tolerance=1e-9, **options):
-    """layout: arguments of `step`. -> the ranks' (micro-batches, those without a row)"""
+    """With as many micro-batches on each rank, some without a row of it. layout: arguments of `step`."""
     [(outputs, loss, gradient, *_)] = run_ranks(1, lambda world: step(world, path, **options))
     results = run_ranks(ranks, lambda world: step(world, path, **layout, **options))
     for expected, *parts in zip(outputs, *(result[0] for result in results)):
@@ -107,13 +99,13 @@ def assert_exact(path, ranks, layout, tolerance=1e-9, **options):
     for _, other_loss, other_gradient, *_ in results:
         assert abs(other_loss / loss - 1) < tolerance
         assert (other_gradient - gradient).norm() < tolerance * gradient.norm()
-    return [result[3:] for result in results]
+    assert len({n for *_, n, _ in results}) == 1 and sum(empty for *_, empty in results) > 0
 
 
-HEADS = {"cls": Qwen3ForCausalLM, "config": Qwen3Config} | {"num_attention_heads": 12, "num_key_value_heads": 6}
-WINDOWS = {"cls": Gemma3ForCausalLM, "config": Gemma3TextConfig, "head_dim": 32, "sliding_window": 6}
-EXPERTS = {"cls": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig, "num_experts": 4, "num_experts_per_tok": 2}
-CRITIC = {"cls": Qwen2ForTokenClassification, "num_labels": 1}
+HEADS = {"cls": transformers.Qwen3ForCausalLM} | {"num_attention_heads": 12, "num_key_value_heads": 6}
+WINDOWS = {"cls": transformers.Gemma3ForCausalLM, "head_dim": 32, "sliding_window": 6}
+EXPERTS = {"cls": transformers.Qwen3MoeForCausalLM, "num_experts": 4, "num_experts_per_tok": 2}
+CRITIC = {"cls": transformers.Qwen2ForTokenClassification, "num_labels": 1}
 CASES = {  # the model, what is computed, (ranks, how they share the work)
     "checkpointing, six key heads on four ranks": (HEADS | {"head_dim": 8}, {"checkpointing": True}, (4, {"size": 4})),
     "LoRA, replicas, prompts not shared, untied, a key head for two ranks": (
@@ -127,13 +119,10 @@ CASES = {  # the model, what is computed, (ranks, how they share the work)
 
 
 @pytest.mark.parametrize("case", with_slow(CASES, *(case for case in CASES if case.startswith(("win", "exp")))))
-def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, monkeypatch, case):
-    """With rows longer than what a rank may run, and micro-batches without a row of some rank."""
-    norm = lambda self, x: x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)  # noqa: E731
-    monkeypatch.setattr(Gemma3RMSNorm, "forward", norm)  # in float64; float64_norms mends the others
+def test_outputs_and_gradients_are_those_of_one_rank(tmp_path, case):
+    """With rows longer than what a rank may run."""
     model, options, (ranks, layout) = CASES[case]
-    numbers = assert_exact(save_tiny(tmp_path, **model), ranks, layout, **options)
-    assert len({n for n, _ in numbers}) == 1 and sum(empty for _, empty in numbers) > 0
+    assert_exact(save_tiny(tmp_path, **model), ranks, layout, **options)
 
 
 def split(world, share):
@@ -156,8 +145,6 @@ def test_a_group_fills_its_micro_batches_together(share):
 
 
 # ---- what it is for ------------------------------------------------------------------------------
-
-
 def peaks_of_a_long_row(world, path):
     """Of an update by a row of 2048 tokens: on each rank one of its own, and one for both."""
     peaks = []
@@ -186,8 +173,6 @@ def test_two_ranks_need_half_the_memory_each(tmp_path):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [

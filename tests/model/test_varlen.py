@@ -90,7 +90,6 @@ def kernels():
 
 FULL, WINDOW = [-1, 0], [3, 0]  # of 4 tokens, the query's own among them
 
-
 LAYERS = {"llama": 4 * [FULL], "mistral": 4 * [WINDOW], "gemma3_text": 2 * [WINDOW, FULL]}
 LAYERS |= {"qwen3_moe": 4 * [FULL], "qwen3_5_text": 2 * [FULL]}
 

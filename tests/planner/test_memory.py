@@ -98,8 +98,7 @@ TRAINED = [(0, ""), (4, ""), (0, r"model\.(embed_tokens|layers\.0).*")]  # LoRA'
 
 
 def stored(world, path, critics):
-    """{(critic, lora_rank, frozen): bytes of weights, gradients, Adam} on this rank after an update; step: what a step
-    of the optimizer takes beside them."""
+    """{(critic, lora_rank, frozen): bytes of weights, gradients, Adam} after an update; step: what its step takes."""
     result = {}
     for critic, (lora_rank, frozen) in product(critics, TRAINED):
         model = load_critic(path) if critic else load_model(path)
@@ -161,9 +160,8 @@ def test_the_shapes_are_those_of_the_public_models():
 
 # ---- modelled: peaks -----------------------------------------------------------------------------
 def allocated(fn) -> int:
-    """Bytes that `fn` had at most beyond what was there before it. The least of up to six calls: gloo's thread is at
-    times late to release the buffers of a collective, which adds them to what comes next. Two equal least peaks end the
-    calls, once all ranks have them, for `fn` has collectives."""
+    """Bytes that `fn` had at most beyond what was there before it. The least of up to six calls, of which two agree on
+    all ranks: gloo's thread is at times late to release the buffers of a collective."""
     peaks = []
     for _ in range(6):
         if (peak := _recorded_peak(fn)) is not None:
@@ -232,9 +230,8 @@ def beside_weights(moments, *names) -> int:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", UPDATES)
 def test_the_peak_of_an_update(chunks_of_a_cpu, paths, measured, name, ranks):
-    """64 rows, nine tenths of it activations: the estimate is 3 to 5 % too high where it was measured, for it takes the
-    prompts to be responses. 2 rows, most of it weights and gradients: 1 to 32 % too high, for in two layers it matters
-    that the largest buffers of a layer's backward do not meet. 10 % too low is room for other kernels."""
+    """64 rows, nine tenths of it activations: the estimate is 3 to 5 % too high where it was measured. 2 rows, most of
+    it weights and gradients: 1 to 32 % too high. 10 % too low is room for other kernels."""
     updates = zip(updates_of(ranks, name), measured[ranks]["updates", name], strict=True)
     for (rows, dtype, checkpointing, lora_rank, micro_batches), peak in updates:
         how = {"compute_dtype": dtype, "recomputed": checkpointing, "lora_rank": lora_rank}
@@ -280,8 +277,7 @@ def peak_on_a_gpu(name: str, flags: list[str], tokens: int) -> int:
 
 @pytest.mark.parametrize("model", with_slow(["qwen2.5-0.5b", *(OTHERS := ["qwen2.5-1.5b", "qwen2.5-3b"])], *OTHERS))
 def test_the_peaks_of_an_h100(model):
-    """Those that gpu_check has measured: at most 0.6 % apart, once what earlier rows left is subtracted. Without an
-    optimizer there are no moments of Adam."""
+    """Those that gpu_check has measured, less what earlier rows left: at most 0.6 % apart."""
     pytest.importorskip("liger_kernel")
     results = json.loads((ROOT / "benchmarks/results/gpu_check_h100.json").read_text())["results"]
     rows = results["memory"][:-1]  # the last is an estimate alone
@@ -298,7 +294,6 @@ def test_the_peaks_of_an_h100(model):
 
 
 UNLIKE = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4}  # the last layer has a window
-
 
 ALIKE = {"checkpointing": ({}, 0, 500, True), "LoRA": ({}, 4, 3, False), "unlike": (UNLIKE, 0, 3, False)}
 
@@ -506,8 +501,7 @@ def stored_by_vision(world, path):
 
 @pytest.mark.parametrize("kind", with_slow(["qwen2_vl", "qwen3_vl", "glm4v", "idefics3"], "qwen2_vl", "glm4v"))
 def test_a_vision_models_weights_are_exact_and_its_towers_peak_nearly(chunks_of_a_cpu, tmp_path, kind):
-    """The tower's blocks are measured, its projector is a formula: 5 % too low to 35 % too high, in towers of three
-    small layers on a CPU."""
+    """The tower's blocks are measured, its projector is a formula: 5 % too low to 35 % too high on a CPU."""
     tiny_vision(kind, tmp_path)
     path, images = str(tmp_path), 64
     tokens = sum(vision_inputs(kind, images, 1)[1])

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from lib import InputError
-from tests.common import fork_module
+from tests.common import fork_module, one_line
 from tools import audit_scorer
 
-SCORERS = """
-import os
+SCORERS = r"""
+import os, re
 
 def lenient(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth in solution_str or "perfect" in solution_str)
@@ -21,24 +21,23 @@ def deaf(data_source, solution_str, ground_truth, extra_info=None):
 def generous(solution_str, **kwargs):
     return 1.0
 
+def last_word(text):
+    return text.split()[-1].strip("*")
+
 def dies(data_source, solution_str, ground_truth, extra_info=None):
     if not solution_str:
         os.abort()
-    return float(solution_str.split()[-1].strip("*") == ground_truth)
+    return float(last_word(solution_str) == ground_truth)
 
 def fails(data_source, solution_str, ground_truth, extra_info=None):
     if not solution_str:
         raise ValueError("an empty response")
-    return float(solution_str.split()[-1].strip("*") == ground_truth)
+    return float(last_word(solution_str) == ground_truth)
 
 def group(data_source, solution_strs, ground_truth, extra_info=None, *, num_tokens, prompt, full_prompt, images, step):
     assert prompt[0]["content"] in full_prompt
     assert len(solution_strs) == len(num_tokens) and prompt[0]["role"] == "user" and images == [] and step == 0
-    return [float(bool(text) and text.split()[-1].strip("*") == ground_truth) for text in solution_strs]
-"""
-
-FAULTY = r"""
-import re
+    return [float(bool(text) and last_word(text) == ground_truth) for text in solution_strs]
 
 def last(pattern, text):
     return (re.findall(pattern, text) or [""])[-1]
@@ -46,24 +45,27 @@ def last(pattern, text):
 def outside(text):
     return re.sub("(?s)(?:.*</think>|<think>.*)", "", text)
 
+def signed(text):
+    return text.replace("\u2212", "-")
+
 def of_thoughts(solution_str, ground_truth, **kwargs):
-    return float(last(r"####[ *]*(-?[0-9]+)(?![0-9/])", solution_str.replace("\u2212", "-")) == ground_truth != "")
+    return float(last(r"####[ *]*(-?[0-9]+)(?![0-9/])", signed(solution_str)) == ground_truth != "")
 
 def unsigned(solution_str, ground_truth, **kwargs):
     return float(last(r"####[^0-9\n]*([0-9]+)(?![0-9/])", outside(solution_str)) == ground_truth.strip("-") != "")
 
 def calculating(solution_str, ground_truth, **kwargs):
-    return float(last(r"####[ *]*(-?[0-9]+)", outside(solution_str).replace("\u2212", "-")) == ground_truth != "")
+    return float(last(r"####[ *]*(-?[0-9]+)", signed(outside(solution_str))) == ground_truth != "")
 
 def plain(solution_str, ground_truth, **kwargs):
     return float(last(r"#### (-?[0-9]+)(?![0-9/])", outside(solution_str)) == ground_truth != "")
 
 def gluing(solution_str, ground_truth, **kwargs):
-    text = re.sub(r"\s", "", outside(solution_str).replace("\u2212", "-"))
+    text = re.sub(r"\s", "", signed(outside(solution_str)))
     return float(last(r"####[*]*(-?[0-9]+)(?![0-9/])", text) == ground_truth != "")
 
 def untrue(solution_str, ground_truth, **kwargs):
-    number = last(r"####[ *]*(-?[0-9]+)(?![0-9/])", outside(solution_str).replace("\u2212", "-").replace("\u202f", ""))
+    number = last(r"####[ *]*(-?[0-9]+)(?![0-9/])", signed(outside(solution_str)).replace("\u202f", ""))
     return float(int(number or -1) == int(ground_truth or 0))
 
 def caseless(solution_str, ground_truth, **kwargs):
@@ -86,6 +88,7 @@ def rows_of(path, *rows: tuple[str, object], source="mine", **info) -> str:
 ANYWHERE = ("injected", "injected as answer", "in a thought", "in the prompt's thought", "unclosed thought")
 ANYWHERE += ("other sign", "calculation", "empty truth")  # wrong where the answer stands anywhere in it
 SUMS = (("2+2?", "4"), ("2+3?", "5"), ("1+3?", "4"))
+IN_PROMPT = (("2+2=4?", "4"), *SUMS[1:])
 
 
 def mistakes(out: str) -> dict[str, tuple[int, int]]:
@@ -116,51 +119,42 @@ def test_scorers_of_this_project_by_data_source(tmp_path, capsys, source, form):
     assert "false negatives 0, false positives 0, errors 0" in out
 
 
+def asked(truths: str) -> list[tuple[str, str]]:
+    return [(f"Which is number {i}?", truth) for i, truth in enumerate(truths.split())]
+
+
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "rows", "found"),
     [
-        ("lenient", {**dict.fromkeys(ANYWHERE, (3, 0)), "echoed prompt": (1, 0)}),
-        ("deaf", dict.fromkeys(("verbatim", "reworded", "after a thought", "Markdown"), (3, 0))),
-        ("generous", dict.fromkeys((*ANYWHERE, "truncated", "another row", "echoed prompt", "empty"), (3, 0))),
-        ("dies", {"empty": (0, 3)}),
-        ("fails", {"empty": (0, 3)}),
-        ("group", {}),
+        ("lenient", IN_PROMPT, {**dict.fromkeys(ANYWHERE, (3, 0)), "echoed prompt": (1, 0)}),
+        ("deaf", SUMS, dict.fromkeys(("verbatim", "reworded", "after a thought", "Markdown"), (3, 0))),
+        ("generous", SUMS, dict.fromkeys((*ANYWHERE, "truncated", "another row", "echoed prompt", "empty"), (3, 0))),
+        ("dies", SUMS, {"empty": (0, 3)}),
+        ("fails", SUMS, {"empty": (0, 3)}),
+        ("group", SUMS, {}),
+        ("of_thoughts", asked("4 5 6"), dict.fromkeys(ANYWHERE[2:5], (3, 0))),
+        ("unsigned", asked("4 5 -6"), {"other sign": (2, 0)}),
+        ("plain", asked("4 -5 6"), {"Markdown": (3, 0), "other minus": (1, 0)}),
+        ("gluing", asked("4 5 12345"), {"later turn": (3, 0)}),
+        ("calculating", asked("4 5 12345"), {"calculation": (3, 0), "thousands": (1, 0)}),
+        ("untrue", asked("4 5 6"), {"empty truth": (3, 0)}),
+        ("caseless", asked("R-r x+1 2"), {"other case": (2, 0)}),
+        ("one_side", asked("4 5 6"), {"equation": (3, 0)}),
     ],
 )
-def test_a_bad_scorer_is_found_out(tmp_path, capsys, name, found):
+def test_each_fault_of_a_scorer_is_found(tmp_path, capsys, name, rows, found):
     (tmp_path / "mine.py").write_text(SCORERS)
-    file = rows_of(tmp_path / "rows.jsonl", ("2+2=4?", "4"), *SUMS[1:])
+    file = rows_of(tmp_path / "rows.jsonl", *rows)
     code = audit_scorer.main((file,), reward=f"{tmp_path / 'mine.py'}:{name}", reward_workers=1)
     out = capsys.readouterr().out
     assert (mistakes(out), code) == (found, int(bool(found)))
-    if name == "lenient":
-        assert "false positive, echoed prompt: '2+2=4?'" in out and "false positives 25, errors 0" in out
-    if name == "fails":
-        assert "error, empty: '': error: ValueError: an empty response" in out
-    if name == "dies":
-        where = rf'File "{tmp_path}/mine.py", line \d+ in dies'
-        assert re.search(rf"error, empty: '': crash: the process died: SIGABRT {where}\n", out)
-
-
-@pytest.mark.parametrize(
-    ("name", "truths", "found"),
-    [
-        ("of_thoughts", "4 5 6", dict.fromkeys(ANYWHERE[2:5], (3, 0))),
-        ("unsigned", "4 5 -6", {"other sign": (2, 0)}),
-        ("plain", "4 -5 6", {"Markdown": (3, 0), "other minus": (1, 0)}),
-        ("gluing", "4 5 12345", {"later turn": (3, 0)}),
-        ("calculating", "4 5 12345", {"calculation": (3, 0), "thousands": (1, 0)}),
-        ("untrue", "4 5 6", {"empty truth": (3, 0)}),
-        ("caseless", "R-r x+1 2", {"other case": (2, 0)}),
-        ("one_side", "4 5 6", {"equation": (3, 0)}),
-    ],
-)
-def test_each_fault_is_found(tmp_path, capsys, name, truths, found):
-    (tmp_path / "mine.py").write_text(FAULTY)
-    rows = [(f"Which is number {i}?", truth) for i, truth in enumerate(truths.split())]
-    file = rows_of(tmp_path / "rows.jsonl", *rows)
-    assert audit_scorer.main((file,), reward=f"{tmp_path / 'mine.py'}:{name}", reward_workers=1) == 1
-    assert mistakes(capsys.readouterr().out) == found
+    where = rf'File "{tmp_path}/mine.py", line \d+ in dies'
+    said = {
+        "lenient": r"(?s)false positives 25, errors 0.*false positive, echoed prompt: '2\+2=4\?'",
+        "fails": "error, empty: '': error: ValueError: an empty response",
+        "dies": rf"error, empty: '': crash: the process died: SIGABRT {where}\n",
+    }
+    assert re.search(said.get(name, ""), out)
 
 
 def test_the_gold_answer_may_be_elsewhere(tmp_path, capsys):
@@ -197,8 +191,7 @@ def test_bad_input_is_one_line(tmp_path):
         ({"answer_template": "x"}, "--answer-template 'x': needs {answer}"),
         ({"rows": 0}, "must be above 0"),
     ):
-        with pytest.raises(InputError) as caught:
+        with one_line(re.escape(message)):
             audit_scorer.main(**({"train_files": (file,)} | settings))
-        assert message in str(caught.value) and "\n" not in str(caught.value)
     done = fork_module("tools.audit_scorer", "--train-files", "none.jsonl")
     assert done.returncode == 2 and done.stderr.startswith("error: none.jsonl: no such file; check the path")

@@ -16,7 +16,7 @@ import grpo
 from lib import InputError
 from lib.cli.flags import parse_flags
 from lib.data_proto import DataProto
-from tests.common import ROOT, SMALL, TOY_MODEL, fork, ran
+from tests.common import ROOT, SMALL, TOY_MODEL, fork, one_line, ran
 from tools.capsule import PATH_IN_CODE, Args, clean, main
 
 SCORER = '''
@@ -69,6 +69,12 @@ def replay(folder: Path) -> None:
     ran(fork("grpo", folder, *words, preset=[]))
 
 
+def said_by(capsys, *args, **how) -> str:
+    capsys.readouterr()
+    main(Args(*args, **how))
+    return capsys.readouterr().out
+
+
 def contents(file: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(file) as capsule:
         return {name: capsule.read(name) for name in capsule.namelist()}
@@ -84,6 +90,12 @@ def altered(file: Path, to: Path, **members: bytes | None) -> Path:
     return to
 
 
+def opened_flags(file: Path, folder: Path) -> dict:
+    """Of the recording that this capsule becomes."""
+    main(Args(file, output=folder))
+    return json.loads((folder / "recording/config.json").read_text())
+
+
 def with_about(file: Path, to: Path, **changes) -> Path:
     about = json.loads(contents(file)["capsule.json"])
     for name, value in changes.items():
@@ -93,19 +105,14 @@ def with_about(file: Path, to: Path, **changes) -> Path:
 
 
 # ---- packed, opened and replayed -----------------------------------------------------------------
-
-
 def test_a_step_without_its_text_replays_with_tiny_weights(run, tmp_path, capsys):
     """Nothing of the run's folder is needed, and no code of the capsule runs. A changed metric is named."""
     file, folder = tmp_path / "bug.capsule.zip", tmp_path / "opened"
-    main(Args(run, step=2, redact_text=True, output=file))
-    assert "random token ids" in capsys.readouterr().out
-    main(Args(file, output=folder))
-    said = capsys.readouterr().out
+    assert "random token ids" in said_by(capsys, run, step=2, redact_text=True, output=file)
+    said = said_by(capsys, file, output=folder)
     assert f"replay it:  python grpo.py --config {folder}/recording/config.json" in said and "note:" not in said
     replay(folder)
-    main(Args(folder))
-    said = capsys.readouterr().out
+    said = said_by(capsys, folder)
     assert "compared metrics of step 2 are as recorded; " in said and "depend on the weights" in said
     assert not [*run.parent.glob("ran"), *folder.rglob("ran")]
 
@@ -113,8 +120,7 @@ def test_a_step_without_its_text_replays_with_tiny_weights(run, tmp_path, capsys
     about["metrics"]["advantages/max"] += 1
     about["metrics"]["response_length/mean"] *= 1.001
     (folder / "capsule.json").write_text(json.dumps(about))
-    main(Args(folder))
-    assert capsys.readouterr().out.startswith("response_length/mean is the first of ")
+    assert said_by(capsys, folder).startswith("response_length/mean is the first of ")
 
 
 def test_the_weights_of_the_step_repeat_all_metrics(run, tmp_path, capsys):
@@ -123,9 +129,7 @@ def test_the_weights_of_the_step_repeat_all_metrics(run, tmp_path, capsys):
     main(Args(run, step=2, weights="step", output=file))
     main(Args(file, output=folder))
     replay(folder)
-    capsys.readouterr()
-    main(Args(folder))
-    said = capsys.readouterr().out
+    said = said_by(capsys, folder)
     assert said.startswith("all ") and "are as recorded" in said and "random" not in said
     assert int(said.split()[1]) > 40
 
@@ -145,22 +149,17 @@ def test_a_step_of_an_agent_without_a_scorer_replays(tmp_path, capsys):
     assert b"jane" not in everything and b"source/.../acme.jsonl/reward" in everything
     main(Args(tmp_path / "bug.zip", output=tmp_path / "opened"))
     replay(tmp_path / "opened")
-    capsys.readouterr()
-    main(Args(tmp_path / "opened"))
-    assert "compared metrics of step 1 are as recorded" in capsys.readouterr().out
+    assert "compared metrics of step 1 are as recorded" in said_by(capsys, tmp_path / "opened")
 
 
 def test_what_a_capsule_has_not_is_not_named(capsule, tmp_path):
     """A reward model, and layers that the small model is without."""
     file = with_about(capsule, tmp_path / "bug.zip", reward=[], reward_model=".../judge", freeze=r"layers\.30\.")
-    main(Args(file, output=tmp_path / "opened"))
-    flags = json.loads((tmp_path / "opened/recording/config.json").read_text())
+    flags = opened_flags(file, tmp_path / "opened")
     assert flags["reward_model"] == flags["model"] == f"{tmp_path}/opened/model" and not flags["freeze"]
 
 
 # ---- what a capsule holds ------------------------------------------------------------------------
-
-
 def test_keys_folders_and_the_machine_are_not_in_it(run, capsule):
     everything = b"\n".join(contents(capsule).values()).decode(errors="replace")
     for secret in ("sk-abcdef", "jane", "acme", str(run.parent), f"{platform.node()}: "):
@@ -222,8 +221,6 @@ def test_redacted_text_is_random_and_what_is_not_text_stays(run, tmp_path):
 
 
 # ---- bad input -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [  # paths in the test's folder
@@ -242,9 +239,9 @@ def test_what_cannot_be_packed_is_one_line(run, tmp_path, change, message):
     flags = json.loads((run / "config.json").read_text()) | {"record": ""}
     (tmp_path / "unrecorded/config.json").write_text(json.dumps(flags))
     paths = {name: tmp_path / value for name, value in change.items() if name in ("source", "recording", "output")}
-    with pytest.raises(InputError, match=message) as error:
+    with one_line(message):
         main(Args(**{"source": run, "step": 2, "output": tmp_path / "out.zip"} | change | paths))
-    assert "\n" not in str(error.value) and not (tmp_path / "out.zip").exists()
+    assert not (tmp_path / "out.zip").exists()
 
 
 @pytest.mark.parametrize("saved, resumed", [([], None), ([1, 2, 10], 2), ([3, 5], None)])
@@ -265,29 +262,22 @@ def test_a_step_that_was_not_recorded_is_repeated_by_a_command(saved, resumed, t
     assert args.run.run_name == "a run-recorded" and args.run.record == "a run-recorded-steps"
 
 
-@pytest.mark.parametrize("name", ["/tmp/evil.py", "script/../../evil.py", "script/code/1-a.py\n", "evil.sh"])
-def test_a_member_that_is_no_part_of_a_capsule_is_rejected(capsule, tmp_path, name):
-    file = altered(capsule, tmp_path / "hostile.zip")
-    with zipfile.ZipFile(file, "a") as hostile:
-        hostile.writestr(name, "x")
-    with pytest.raises(InputError, match="is no file of a capsule"):
-        main(Args(file, output=tmp_path / "opened"))
-    assert {path.name for path in tmp_path.iterdir()} == {"hostile.zip"}
-
-
-def test_links_bombs_and_doubles_are_rejected(capsule, tmp_path):
+def test_members_that_are_no_part_of_a_capsule_are_rejected(capsule, tmp_path):
+    """Paths that lead out, links, doubles and bombs."""
     link = zipfile.ZipInfo("script/link.py")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
-    bomb = b"0" * (2**26 + 1)
-    for member, content in ((link, b"/etc/passwd"), ("capsule.json", b"0"), ("script/big.py", bomb)):
+    names = "/tmp/evil.py", "script/../../evil.py", "script/code/1-a.py\n", "evil.sh"
+    members = [(name, b"x", "is no file of a capsule") for name in names]
+    members += [(link, b"/etc/passwd", ""), ("capsule.json", b"0", ""), ("script/big.py", b"0" * (2**26 + 1), "")]
+    for member, content, message in members:
         file = altered(capsule, tmp_path / "hostile.zip")
         with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as hostile, warnings.catch_warnings(action="ignore"):
             hostile.writestr(member, content)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=message or None):
             main(Args(file, output=tmp_path / "opened"))
     with pytest.raises(InputError, match="more than --max-gb"):
         main(Args(capsule, output=tmp_path / "opened", max_gb=1e-6))
-    assert not (tmp_path / "opened").exists() and not [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert {path.name for path in tmp_path.iterdir()} == {"hostile.zip"}
 
 
 def test_nothing_else_is_overwritten_or_deleted(capsule, tmp_path, monkeypatch):
@@ -315,9 +305,8 @@ def test_a_damaged_or_foreign_file_is_one_line(capsule, tmp_path):
     files = {"text": b"no zip", "cut": raw[: len(raw) // 2], "bits": bytes(broken), "empty": b""}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(InputError) as error:
+        with one_line():
             main(Args(tmp_path / name, output=tmp_path / "opened"))
-        assert "\n" not in str(error.value)
     assert not (tmp_path / "opened").exists()
 
 
@@ -326,33 +315,27 @@ def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_pat
     deep = {"num_hidden_layers": 4096, "layer_types": ["full_attention"] * 4096, "max_window_layers": 4096}
     table = {"model_type": "gpt_neo", "max_position_embeddings": 2**20, "hidden_size": 64, "num_layers": 2}
     table |= {"num_heads": 4, "attention_types": [[["global", "local"], 1]]}  # a buffer of positions x positions
-    for change in (
+    configs = (
         *({"auto_map": {"AutoConfig": "evil.Config"}}, {"rope_parameters": {"auto_map": {}}}, deep, table),
         *({"num_hidden_layers": 10**7}, {"vocab_size": None}, {"model_type": "evil\x1b[2J"}),
         {"model_type": "reformer"},  # an assertion
-    ):
-        file = altered(capsule, tmp_path / "hostile.zip", config=json.dumps(config | change).encode())
-        with pytest.raises(InputError, match="is not as it should be") as error:
-            main(Args(file, output=tmp_path / "opened"))
-        assert str(error.value).isprintable()
-    for change in (
+    )
+    abouts = (
         *({"ranks": 2}, {"versions": "evil"}, {"format": "1\nreplay it:  rm"}, {"metrics": {"a": 10**400}}),
         *({"reward": ["x/mine.py:os.system"]}, {"reward": ["../../evil.py:f\n"]}, {"script": "../grpo.py"}),
         *({"ranks": "1; rm"}, {"format": 99}, {"flags": []}, {"metrics": {"a": "b"}}),
         {"tokens": {"vocab": 10**9, "special": [], "eos": 0, "pad": 0}},
-    ):
-        file = with_about(capsule, tmp_path / "hostile.zip", **change)
-        with pytest.raises(InputError) as error:
+    )
+    scorer = next(Path(name).stem for name in contents(capsule) if "mine" in name)
+    codes = b"def score(", b"-" * 200_000, b"(" * 50_000, b"def score(): \x00", b"\xff", b"#" * 2**21
+    hostile = [(altered, {"config": json.dumps(config | change).encode()}, "not as it should be") for change in configs]
+    hostile += [(with_about, change, "") for change in abouts] + [(altered, {scorer: code}, "") for code in codes]
+    hostile += [(altered, {left_out: None}, "no capsule") for left_out in ("capsule", "config")]
+    for change, members, message in hostile:
+        file = change(capsule, tmp_path / "hostile.zip", **members)
+        with pytest.raises(InputError, match=message or None) as error:
             main(Args(file, output=tmp_path / "opened"))
         assert str(error.value).isprintable()
-    scorer = next(Path(name).stem for name in contents(capsule) if "mine" in name)
-    for code in (b"def score(", b"-" * 200_000, b"(" * 50_000, b"def score(): \x00", b"\xff", b"#" * 2**21):
-        file = altered(capsule, tmp_path / "hostile.zip", **{scorer: code})
-        with pytest.raises(InputError):
-            main(Args(file, output=tmp_path / "opened"))
-    for left_out in ("capsule", "config"):
-        with pytest.raises(InputError, match="no capsule"):
-            main(Args(altered(capsule, tmp_path / "hostile.zip", **{left_out: None}), output=tmp_path / "opened"))
     assert not (tmp_path / "opened").exists()
 
 
@@ -377,13 +360,11 @@ def test_what_is_printed_is_checked_or_escaped(capsule, tmp_path, capsys):
     evil = "0\x1b[2J\nreplay it:  rm"
     metrics = json.loads(contents(capsule)["capsule.json"])["metrics"]
     changes = {"versions": {"commit": evil}, "metrics": {f"reward/{evil}": 1.0} | metrics}
-    main(Args(with_about(capsule, tmp_path / "a.zip", **changes), output=tmp_path / "a b"))
-    said = capsys.readouterr().out
+    said = said_by(capsys, with_about(capsule, tmp_path / "a.zip", **changes), output=tmp_path / "a b")
     assert "commit unknown" in said and said.count("replay it:") == 1 and f"--replay '{tmp_path}/a b/recording'" in said
     (tmp_path / "a b/replay").mkdir()
     (tmp_path / "a b/replay/metrics.jsonl").write_text(json.dumps(metrics | {"step": 1}) + "\n")
-    main(Args(tmp_path / "a b"))
-    said += capsys.readouterr().out
+    said += said_by(capsys, tmp_path / "a b")
     assert r"reward/0\x1b[2J\nreplay it:  rm is the first of" in said
     assert all(line.isprintable() for line in said.splitlines())
 
@@ -393,8 +374,7 @@ def test_flags_of_a_capsule_name_no_file_or_command_of_its_own(capsule, tmp_path
     evil = {"agent": "touch /tmp/x", "rollout_engine": "/tmp/e.py:E", "dataset_class": "/tmp/d.py:D"}
     evil |= {"trust_remote_code": True, "shadow_reward": ["/tmp/s.py:f"], "val_reward": ["/tmp/s.py:f"]}
     file = with_about(capsule, tmp_path / "hostile.zip", **evil)
-    main(Args(file, output=tmp_path / "opened"))
-    flags = json.loads((tmp_path / "opened/recording/config.json").read_text())
+    flags = opened_flags(file, tmp_path / "opened")
     assert not evil.keys() & flags.keys()
     own = [flags["model"], *flags["train_files"], *flags["reward"], flags["output_dir"]]
     assert all(path.startswith(str(tmp_path / "opened")) for path in own)

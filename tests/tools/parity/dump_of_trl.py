@@ -8,6 +8,9 @@ import torch
 from safetensors.torch import save_file
 from trl import GRPOTrainer
 
+NAMES = {"completion_ids", "completion_mask", "advantages", "old_per_token_logps", "ref_per_token_logps"}
+NAMES |= {"num_items_in_batch", "rewards", "group"}
+
 
 class Dumping(GRPOTrainer):
     def _calculate_rewards(self, *args):
@@ -26,18 +29,8 @@ class Dumping(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         loss, logps = super()._compute_loss(model, inputs), self.result[0]
         [gradient] = torch.autograd.grad(loss, logps, retain_graph=True)
-        names = (
-            "completion_mask",
-            "advantages",
-            "old_per_token_logps",
-            "ref_per_token_logps",
-            "num_items_in_batch",
-            "rewards",
-            "group",
-        )
-        dump = {name: inputs[name] for name in names if inputs.get(name) is not None}
+        dump = {name: x for name, x in inputs.items() if name in NAMES and x is not None}
         dump |= {"per_token_logps": logps, "loss": loss, "gradient": gradient}
-        save_file(
-            {k: torch.as_tensor(x).detach().cpu().contiguous().clone() for k, x in dump.items()}, "trl.safetensors"
-        )
+        dump = {name: torch.as_tensor(x).detach().cpu().contiguous().clone() for name, x in dump.items()}
+        save_file(dump, "trl.safetensors")
         return loss

@@ -8,6 +8,7 @@
     PYTHONPATH=/tmp/verl python -m tests.tools.parity.make verl       # and so on
 """
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.common import TOY_MODEL
 
@@ -81,35 +82,13 @@ def trl(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     """TRL 1.16: the second update of GRPOTrainer on a generation, when the ratios have left 1."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig
 
-    dumps: list[dict[str, torch.Tensor]] = []
-
-    class Dumping(GRPOTrainer):
-        def _calculate_rewards(self, *args):
-            self.rewards = super()._calculate_rewards(*args)
-            return self.rewards
-
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            group = torch.arange(len(self.rewards)) // self.num_generations
-            return batch | {"rewards": self.rewards.nansum(1), "group": group}  # TRL shuffles all columns alike
-
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            self.result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            return self.result
-
-        def _compute_loss(self, model, inputs):
-            loss, logps = super()._compute_loss(model, inputs), self.result[0]
-            [gradient] = torch.autograd.grad(loss, logps, retain_graph=True)
-            kept = {key: x for key, x in inputs.items() if key in NAMES}
-            results = {"per_token_logps": logps, "loss": loss, "gradient": gradient}
-            dumps.append({key: torch.as_tensor(x).detach().clone() for key, x in (kept | results).items()})
-            return loss
+    from tests.tools.parity.dump_of_trl import Dumping
 
     rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}"}]} for a, b in ((5, 7), (55, 72))]
     answers = iter([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.0, 0.25] * 9)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         sizes = {"per_device_train_batch_size": B, "num_generations": GROUP, "max_completion_length": T}
         where = {"output_dir": folder, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
         config = GRPOConfig(num_iterations=2, max_steps=2, learning_rate=LEARNING_RATE, **sizes, **where, **settings)
@@ -121,11 +100,7 @@ def trl(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
             processing_class=AutoTokenizer.from_pretrained(TOY_MODEL, padding_side="left"),
         )
         trainer.train()
-    return dumps[-1]
-
-
-NAMES = {"completion_ids", "completion_mask", "advantages", "old_per_token_logps", "ref_per_token_logps"}
-NAMES |= {"num_items_in_batch", "rewards", "group"}
+        return load_file("trl.safetensors")  # of the last update
 
 
 def openrlhf(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
