@@ -120,8 +120,8 @@ def run_seed(script: str, flags: str, seed: int, ranks: int = 1, keys: tuple[str
 
 def provenance(jobs: int) -> dict:
     describe = ["git", "describe", "--always", "--exclude", "*"]
-    results = [":!benchmarks/results", ":!docs", ":!papers/*.md", ":!papers/records"]  # which a benchmark writes
-    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", *results]
+    written = ("benchmarks/results", "benchmarks/speedrun/*.json", "docs", "papers/*.md", "papers/records")
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in written)]
     commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     dirty = "-dirty" if subprocess.run(changed, cwd=ROOT).returncode else ""
     cpus = [line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
