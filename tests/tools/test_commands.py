@@ -22,7 +22,7 @@ def test_the_figures_of_the_document_are_those_of_the_command(capsys):
     for _, options, worst, *_ in cells:
         words = ["--model", str(SHAPES / "qwen2.5-0.5b.json"), *(options.split() if options != "none" else [])]
         tyro.cli(memory.main, args=words)
-        said = re.search(r": ([\d.]+) GiB \((\w+)\)", capsys.readouterr().out)
+        said = re.search(r": ([\d.]+) of \d+ GiB in stage (\w+)", capsys.readouterr().out)
         assert f"{said[1]} ({said[2]})" == worst
 
 
