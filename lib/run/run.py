@@ -255,7 +255,7 @@ class Run:
         step = int(saved.name.removeprefix("step_"))
         export = f"python -m tools.export {shlex.quote(str(self.folder))} --step {step}"
         print(f"a checkpoint as a model: {export}", flush=True)
-        if self.config.get("lr_schedule") == "constant" and not self.args.replay:  # else none is left
+        if self.config.get("lr_schedule") == "constant" and not self.args.replay:  # others end here
             goal = " --stop-when ''" * bool(self.args.stop_when)
             more = f"{self._command_to_resume('|total-steps')} --total-steps {2 * self.last_step}{goal}"
             print(f"more steps: {more}", flush=True)
