@@ -175,7 +175,7 @@ class Servers:
                         if not answer.done():
                             answer.set_result(found)
             if waiting:
-                what = f"the server left {len(waiting)} requests without an answer"
+                what = f"the server left {len(waiting)} of {len(begin)} requests without an answer"
                 raise ServerLost(f"--rollout-engine {url}: {what}")
         except InputError as error:
             for answer in waiting.values():

@@ -871,7 +871,7 @@ def test_no_server_there(stub):
     ("answers", "message"),
     [  # the first as --override-generation-config '{"max_new_tokens": 1}' does, whatever a request asks for
         ({}, "ended a response after 1 of 8 tokens: start it with --generation-config"),
-        ({PATH: {"not": "a line"}}, "the server left 3 requests without an answer"),
+        ({PATH: {"not": "a line"}}, r"the server left (\d) of \1 requests without an answer"),
     ],
 )
 def test_a_server_that_answers_otherwise(stub, answers, message):
