@@ -39,6 +39,7 @@ class Task(NamedTuple):
     data: str  # the script that writes its rows, with flags
     metric: str
     flags: str  # of all scripts
+    sft: str = ""  # flags of papers/sft_rl, which first trains the start model on the rows' extra_info["answer"]
 
 
 TASKS = {
@@ -56,6 +57,15 @@ TASKS = {
         "data/reverse_text.py --length 2 5 --spelled",
         "val/reverse_text/mean@1",
         "--max-prompt-length 64 --max-response-length 16 --total-steps 20 --val-every 5",
+    ),
+    "alphabet": Task(
+        "names to sort over two turns",
+        "data/alphabet_sort.py --turns 2 --names 2 3",
+        "val/alphabet_sort/mean@1",
+        """--max-prompt-length 96 --max-response-length 192 --total-steps 20 --val-every 5 --reward
+        --multi-turn.interaction data/alphabet_sort.py:AlphabetSort --multi-turn.max-turns 2""",
+        """--mu 1 --mu-end 1 --prompts-per-step 32 --group-size 2 --rollout-engine vllm --total-steps 10 --val-every 0
+        --max-prompt-length 96 --max-response-length 48 --reward rewards/similarity.py:compute_score""",
     ),
 }
 FLAGS = "--lr 2e-5 --save-every 0 --no-export-model --compute-dtype bfloat16"
@@ -100,8 +110,15 @@ def make_inputs(task: str, folder: Path) -> list[str]:
     written = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     assert all(map(torch.equal, written.parameters(), model.parameters())), "other weights than the .gguf file's"
     spawn([sys.executable, *shlex.split(TASKS[task].data), "--out", str(folder)], folder / "log", job_env(1))
-    files = ["--train-files", f"{folder}/train.parquet", "--val-files", f"{folder}/test.parquet"]
-    return ["--model", f"{folder}/model", *files]
+    inputs = ["--model", f"{folder}/model"]
+    inputs += ["--train-files", f"{folder}/train.parquet", "--val-files", f"{folder}/test.parquet"]
+    if flags := TASKS[task].sft:
+        where = [*inputs, "--output-dir", str(folder), "--run-name", "start", "--export-model"]
+        spawn([sys.executable, "-m", "tools.paper", "apply", "sft_rl"], folder / "log", job_env(1))
+        spawn([sys.executable, "sft_rl.py", *shlex.split(f"{flags} {FLAGS}"), *where], folder / "log", job_env(1))
+        (ROOT / "sft_rl.py").unlink()
+        inputs[1] = f"{folder}/start/model"
+    return inputs
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -131,6 +148,8 @@ def record_of(task: str, name: str, seed: int, inputs: list[str], folder: Path) 
     command = shlex.split(f"{SCRIPTS[name]} {TASKS[task].flags} {FLAGS}")
     where = ["--seed", str(seed), "--output-dir", str(folder), "--run-name", f"{name}_{seed}"]
     how = {"rows": f"python {TASKS[task].data}", "command": shlex.join(["python", *command]), "seed": seed}
+    if sft := TASKS[task].sft:
+        how["start"] = shlex.join(["python", "sft_rl.py", *shlex.split(f"{sft} {FLAGS}")])
     how |= provenance(jobs=1)
     env = job_env(1) | {"VLLM_LOGGING_LEVEL": "ERROR"}
     seconds = spawn([sys.executable, *command, *inputs, *where], folder / "log", env)

@@ -104,7 +104,8 @@ def main(
             prompt, lists, more = episode(rng, [rng.randint(*names) for _ in range(turns)])
             if prompt not in seen:
                 kwargs = {"lists": json.dumps(lists), "more": json.dumps(more)}
-                info = {"split": split, "index": len(rows), "interaction_kwargs": kwargs}
+                first = f"<answer>\n{chr(10).join(lists[0])}\n</answer>"
+                info = {"split": split, "index": len(rows), "interaction_kwargs": kwargs, "answer": first}
                 rows.append(make_row("alphabet_sort", prompt, "\n".join(lists[-1]), info))
             seen.add(prompt)
         write_rows(rows, out / f"{split}.parquet")
