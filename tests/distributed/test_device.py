@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from lib.distributed import device as devices
-from lib.setup import get_compute_dtype, use_cores
+from lib.setup import get_compute_dtype
 from planner.estimate import H100, gpu_here
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)
@@ -83,13 +83,3 @@ def test_the_memory_of_a_profiled_step(tmp_path, monkeypatch):
     devices.record_memory(CUDA)
     devices.dump_memory(CUDA, tmp_path / "file")
     assert asked == [{"stacks": "python"}, str(tmp_path / "file"), {"enabled": None}]
-
-
-def test_offloaded_optimizers_take_their_share_of_the_cores(monkeypatch):
-    set_to = []
-    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for device, offloaded in ((CPU, ("actor",)), (CUDA, ("ref",)), (CUDA, ("actor",))):
-        use_cores(SimpleNamespace(cpu_offload=offloaded), device)
-    assert set_to == [4]

@@ -188,11 +188,9 @@ def test_lengths_of_a_run(tmp_path):
     assert sorted(read_lengths(str(tmp_path), 5)) == [1, 3, 5]
 
 
-BAD = ["lognormal", "lognormal:100", "lognormal:1,2,3", "lognormal:a,b", "lognormal:nan,1", "lognormal:inf,1"]
-BAD += ["lognormal:1e300,1", "lognormal:100,-1", "lognormal:100,99", "lognormal:0,1", "uniform:5,1", "uniform:0,9"]
-BAD += ["uniform:-3,9", "uniform:1,1e400", "constant:", "constant:0", "constant:1,2", "constant:0x10", "constant:-1"]
-BAD += ["constant:1e10", "runs/there_is_none", "a\nb", "uniform:1,\n", "\x00", ":", "normal:1,2", "x" * 5000]
-BAD += ["/dev/null", "~", "é" * 300]
+BAD = ["lognormal", "lognormal:1,2,3", "lognormal:a,b", "lognormal:nan,1", "lognormal:0,1", "lognormal:100,-1"]
+BAD += ["lognormal:100,99", "uniform:5,1", "uniform:1,1e400", "constant:1,2", "constant:0x10", "constant:1e10"]
+BAD += ["runs/there_is_none", "a\nb", "\x00", "x" * 5000]
 
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: ascii(text[:20]))
@@ -203,11 +201,8 @@ def test_bad_lengths_are_one_line(text):
 
 HOSTILE = {
     "bytes": b"PAR1" + b"\xff" * 64,
-    "empty": b"",
     "no column": pa.table({"x": [1]}),
     "texts": pa.table({"tokens": ["abc"]}),
-    "numbers": pa.table({"tokens": [5]}),
-    "no row": pa.table({"tokens": pa.array([], pa.list_(pa.string()))}),
     "no token": pa.table({"tokens": pa.array([[], None], pa.list_(pa.string()))}),
 }
 

@@ -153,18 +153,12 @@ def test_an_engine_that_sleeps_wakes_up_to_end():
     assert engine.llm.mock_calls[2:] == [call.wake_up(), shutdown, shutdown]
 
 
-def test_generators_of_other_gpus_are_left_alone(monkeypatch, recwarn):
+def test_generators_of_other_gpus_are_left_alone(monkeypatch):
     kept = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", kept.append)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: kept.append(device))
-    before = torch.get_rng_state()
-    with own_generators(torch.device("cuda", 3)):
-        torch.manual_seed(7)
-    assert kept == 2 * [torch.device("cuda", 3)] and not recwarn.list
-    with own_generators(torch.device("cpu")):
-        torch.rand(1)
-    assert len(kept) == 2 and torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices, device_type: kept.append((devices, device_type)))
+    for device in (torch.device("cuda", 3), torch.device("cpu")):
+        own_generators(device)
+    assert kept == [([torch.device("cuda", 3)], "cuda"), ([], "cpu")]
 
 
 def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monkeypatch):
@@ -183,6 +177,8 @@ def test_adamw_on_the_cpu_has_its_threads_after_vllm_has_started(tmp_path, monke
     flags = ["--cpu-offload", "actor", "--model", TOY_MODEL, "--max-prompt-length", "8", "--max-response-length", "8"]
     args = parse_flags(grpo.Args, flags)
     world = World(0, 2, torch.device("cuda", 0))
+    for device, offloaded in (("cpu", "actor"), ("cuda", "ref")):  # these leave the threads as they are
+        setup.use_cores(SimpleNamespace(cpu_offload=(offloaded,)), torch.device(device))
     setup.use_cores(args.shard, world.device)  # as ModelFactory does
     forward = ForwardConfig(1, args.rollout.sampling(), None, torch.bfloat16)
     actor = SimpleNamespace(world=world, module=None, forward=forward)

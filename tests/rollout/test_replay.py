@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +41,6 @@ def score(**kwargs):
 READS = """
 def score(full_prompt, prompt, *, a, **kwargs):
     assert "calculator" in full_prompt and prompt[-1]["content"] in full_prompt and full_prompt[-10:].strip()
-    print("response", len(full_prompt))
     return a * len(full_prompt)
 """
 
@@ -94,7 +92,7 @@ def test_several_turns_and_a_reward_model(tmp_path):
     args += ["--shadow-reward", f"{tmp_path / 'read.py'}:score", "--reward-kwargs", '{"read.score": {"a": 2.0}}']
     args += ["--adv-estimator", "gigpo"]
     args += ["--val-files", str(tmp_path / "val.jsonl"), "--val-every", "2", "--val-before-train"]
-    done = ran(fork("grpo", tmp_path, *args, "--run-name", "live", "--record", str(tmp_path / "kept")))
+    ran(fork("grpo", tmp_path, *args, "--run-name", "live", "--record", str(tmp_path / "kept")))
     ran(fork("grpo", tmp_path, *args, "--run-name", "again", "--replay", str(tmp_path / "kept")))
     live, again = (metrics(tmp_path / name) for name in ("live", "again"))
     assert live == again and [row["step"] for row in live] == [0, 1, 2, 2]
@@ -105,10 +103,6 @@ def test_several_turns_and_a_reward_model(tmp_path):
     timed = [{key.split("/", 2)[2] for key in row if key.startswith("perf/scorer_seconds/")} for row in clock]
     assert timed[1] == {"shadow/read.score/mean", "shadow/read.score/max"}  # the others are recorded
     assert timed[0] - timed[1] == {f"{name}/{of}" for name in ("data_source", "reward_model") for of in ("mean", "max")}
-    printed = (tmp_path / "live/scorers-0.log").read_text().splitlines()
-    said = Counter(line.partition(": ")[0] for line in printed)
-    assert said == {"step 0 read.score": 4, "step 1 read.score": 32, "step 2 read.score": 36}
-    assert done.stdout.count("scorer read.score: response ") == 1
 
 
 @pytest.fixture(scope="module")
@@ -169,21 +163,17 @@ def test_a_resumed_run_records_its_steps_again(recorded, tmp_path):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-REFUSED = {  # what the message says, by flags
+REFUSED = {  # what the message says, by flags. Other prompts and rollouts: below
     "--temperature was 1.0, is 0.7. The recorded samples": ["--temperature", "0.7"],
     "--multi-turn.tools was [], is ['calculator']": TOOLS,
-    "the prompts of step 1 are not those recorded: what decides": ["--group-size", "8"],
     "step 4 was not recorded: --total-steps 3 ends before it": ["--total-steps", "5"],
-    "asks for rollout number 2, and 1 were recorded": ["--zero-variance", "refill"],
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_a_replay_refuses_is_one_line(recorded, tmp_path, message):
-    folder, _ = recorded
-    script = "dapo" if "refill" in REFUSED[message] else "grpo"
-    args = [*SMALL, "--total-steps", "3", "--num-mini-batches", "1", "--replay", str(folder / "kept")]
-    done = fork(script, tmp_path, *args, *REFUSED[message], "--run-name", "run")
+    args = [*SMALL, "--total-steps", "3", "--replay", str(recorded[0] / "kept"), *REFUSED[message]]
+    done = fork("grpo", tmp_path, *args, "--run-name", "run")
     assert message in error_of(done) and "Traceback" not in done.stderr
 
 
@@ -230,18 +220,15 @@ def flip_a_bit(file: Path) -> None:
 STEP_2 = "step_000002/rank_0_of_1"
 
 
-def step_1(kept: Path) -> Path:
-    return kept.parent.parent / "step_000001/rank_0_of_1"
-
-
 DAMAGES = {  # to the folder of step 2, by what the message says
     "scores_0.safetensors is not as it was saved": lambda kept: flip_a_bit(kept / "scores_0.safetensors"),
     "rollout_0.safetensors has 4 bytes": lambda kept: (kept / "rollout_0.safetensors").write_bytes(b"torn"),
     "scores_0.safetensors is missing": lambda kept: (kept / "scores_0.safetensors").unlink(),
-    "it is of step_000001/rank_0_of_1": lambda kept: shutil.copytree(step_1(kept), kept, dirs_exist_ok=True),
+    "it is of step_000001/rank_0_of_1": lambda kept: shutil.copytree(
+        kept.parents[1] / "step_000001/rank_0_of_1", kept, dirs_exist_ok=True
+    ),
     "batch.safetensors is not in manifest.json": lambda kept: write_manifest(kept, {}, of=STEP_2),
     "manifest.json is damaged": lambda kept: (kept / "manifest.json").write_text("[" * 100_000),
-    "rollout_0.safetensors is not as": lambda kept: shutil.copy(step_1(kept) / "rollout_0.safetensors", kept),
 }
 
 

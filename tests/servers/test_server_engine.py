@@ -7,7 +7,6 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from concurrent.futures import Future
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agent import MultiTurn, ToolCall, make_episodes
 from agent.http.program import Agent, call_function
@@ -28,58 +27,37 @@ from lib import InputError
 from lib.args import MultiTurnArgs
 from lib.data_proto import DataProto
 from lib.distributed import World, make_mesh, shard_model
-from lib.model import add_lora, load_model, load_tokenizer, response_log_probs
+from lib.model import load_model, load_tokenizer, response_log_probs
 from lib.rollout import Generated, Sampling, WeightSyncError, make_engine, request_seeds, sync_weights
-from lib.run.export import export_hf
 from servers import engine as server_engine
 from servers import weights as server_weights
 from servers.client import PATH, Servers
 from servers.engine import ServerEngine
-from servers.weights import ServerWeights
 from tests.agent.random_agents import Client, trained_of
-from tests.agent.test_agent_loop import (
-    Add,
-    User,
-    assert_trained_as_sampled,
-    prompts_of,
-    random_play,
-    recorded,
-    tokenizer,
-    user_of,
-)
+from tests.agent.test_agent_loop import Add, User, prompts_of, recorded, tokenizer, user_of
 from tests.common import (
     SMALL,
     START_S,
     TOY_MODEL,
     Handler,
     fork,
-    free_port,
     give_generation_config,
     http_server,
     key_header,
     metrics,
     one_line,
     ran,
-    randomize_lora_b,
     rollouts,
-    run_ranks,
     save_tiny,
     serve,
     skip_without_vllm,
     wait_until,
 )
-from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, on_policy, perturb, random_prompts
+from tests.rollout.test_rollout import SAMPLINGS, TOLERANCE, check_responses, perturb, random_prompts, text_log_probs
 
 pytestmark = pytest.mark.in_order  # runs take the server from one another
 MAX_LENGTH = 400
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
-
-
-def export_with_lora(world, path, folder):
-    """Merged, as a run writes it, and `tools.export --merged` to the byte (tests/tools/test_export.py)."""
-    model = add_lora(load_model(path), rank=4, alpha=32, seed=0)
-    randomize_lora_b(model)
-    export_hf(model, load_tokenizer(TOY_MODEL), folder)
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +75,8 @@ def server(tmp_path_factory):
             yield url, path, process
 
 
-def build(url, path, folder, world=None):
-    world = world or World(0, 1, torch.device("cpu"))
-    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+def build(url, path, folder):
+    model = shard_model(load_model(path), make_mesh(World(0, 1, torch.device("cpu"))), torch.float32)
     how = {"folder": folder, "max_length": MAX_LENGTH, "dtype": torch.float32, "gpu_memory": 0.3}
     return make_engine(url, model, load_tokenizer(TOY_MODEL), **how), model
 
@@ -140,49 +117,9 @@ def await_idle(engine) -> None:
     wait_until(lambda: server_metrics(engine, "num_requests_running") == 0, 120)
 
 
-def off_policy(model, out, sampling=SAMPLINGS[0]) -> float:
-    log_probs, *_ = on_policy(model, out, sampling)
+def off_policy(model, out) -> float:
+    log_probs, _ = response_log_probs(model, out, 1.0)
     return float((log_probs.detach() - out.batch["rollout_log_probs"]).abs().max())
-
-
-def on_a_rank(world, url, path, folder):
-    engine, model = build(url, path, folder, world)
-    torch.manual_seed(0)
-    perturb(model)
-    sync_weights(engine, model, 0, tolerance=TOLERANCE)
-    rows = list(range(8))[world.rank :: world.size]
-    out = engine.generate(random_prompts(8)[rows], Sampling(12), request_seeds(1, 1, rows))
-    off = off_policy(model, out)
-    engine.close()
-    return off, out.batch["responses"].tolist()
-
-
-def test_a_merged_model_is_what_vllm_loads_from_its_folder(server, tmp_path):
-    """vLLM reads the folder as at its start. First: the server's engines have not synced yet."""
-    url, path, _ = server
-    merged = str(tmp_path / "merged")
-    run_ranks(1, export_with_lora, path, merged)
-    order = {"method": "reload_from", "kwargs": {"weights_path": merged}}
-    header = {"Authorization": "Bearer the server's key"}
-    assert httpx.post(f"{url}/collective_rpc", json=order, headers=header, timeout=60).status_code == 200
-    ids = torch.arange(20, 36)
-    request = {"model": "m", "prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": 0}
-    answer = httpx.post(f"{url}/v1/completions", json=request, headers=header, timeout=60)
-    found = [next(iter(token.values()))["logprob"] for token in answer.json()["choices"][0]["prompt_logprobs"][1:]]
-    expected, start = (
-        AutoModelForCausalLM.from_pretrained(folder)(ids[None]).logits[0, :-1].log_softmax(-1).detach()
-        for folder in (merged, path)
-    )
-    token = (torch.arange(15), ids[1:])
-    assert torch.tensor(found) == pytest.approx(expected[token], abs=TOLERANCE)
-    assert (expected[token] - start[token]).abs().max() > 0.1  # the adapters count
-
-
-def test_ranks_share_a_server(server, tmp_path):
-    """Early: ranks are forked, and this process has no process group yet."""
-    url, path, _ = server
-    (off, rows), (off2, rows2) = run_ranks(2, on_a_rank, url, path, tmp_path / "engine")
-    assert max(off, off2) < 1e-4 and len(rows) == len(rows2) == 4
 
 
 @pytest.fixture
@@ -195,45 +132,37 @@ def asynchronous(server):
     return flags
 
 
-def trained(run: Path) -> dict[int, list[dict]]:
-    """The rows of each step, of all ranks."""
-    steps: dict[int, list[dict]] = defaultdict(list)
-    for (step, group, _), row in rollouts(run).items():
-        steps[step].append(row | {"group": group})
-    return dict(sorted(steps.items()))
-
-
-def groups(rows: list[dict]) -> list[str]:
-    return sorted({row["group"] for row in rows})
-
-
-def groups_of_steps(steps: dict[int, list[dict]]) -> list[str]:
-    return sorted(group for rows in steps.values() for group in groups(rows))
+def groups_of(run: Path) -> dict[int, list[str]]:
+    """Those that each step trained on, of all ranks."""
+    steps: dict[int, set[str]] = defaultdict(set)
+    for step, group, _ in rollouts(run):
+        steps[step].add(group)
+    return {step: sorted(groups) for step, groups in sorted(steps.items())}
 
 
 def test_grpo_with_async_rollouts_and_a_resume(asynchronous, tmp_path):
     """Before this process joins the server. What was on its way at a checkpoint goes on with its tokens."""
     args = asynchronous(2, "--save-every", "2", "--keep-checkpoints", "0")
     ran(fork("grpo", tmp_path, *args, "--total-steps", "6"))
-    found, whole = metrics(tmp_path / "run"), trained(tmp_path / "run")
+    found, whole = metrics(tmp_path / "run"), groups_of(tmp_path / "run")
     assert [row["training/epoch"] * 256 for row in found] == [8, 16, 24, 32, 40, 48]
     assert [row["async/staleness_max"] for row in found] == [0, 1, 2, 2, 2, 2]
     assert all(0 < row["async/staleness_mean"] <= row["async/staleness_max"] for row in found[1:])
     assert all(0.9 < row["rollout/is_weight"] < 1.1 for row in found)  # corrected by default
-    assert all(groups(rows) == [f"{step}-{n}" for n in range(8)] for step, rows in whole.items())
+    assert whole == {step: [f"{step}-{n}" for n in range(8)] for step in range(1, 7)}
 
     # as after a kill behind step 2: the groups of steps 3 and 4 go on
     saved = tmp_path / "run/checkpoints/step_000002"
     args = [*args, "--resume", str(saved), "--resume-override", "record"]
     ran(fork("grpo", tmp_path / "again", *args, "--total-steps", "6", "--record", str(tmp_path / "kept")))
-    rest = trained(tmp_path / "again/run")
-    assert [*rest] == [3, 4, 5, 6] and all(groups(rows) == groups(whole[step]) for step, rows in rest.items())
+    assert groups_of(tmp_path / "again/run") == {step: whole[step] for step in (3, 4, 5, 6)}
     kept = DataProto.load_from_disk(saved / "batch_loader.in_flight.safetensors").non_tensor_batch
     assert len(kept["uid"]) == 2 * 8 * 4
     rows = zip(kept["uid"], kept["seed"], kept["partial"])
     before = {(uid, seed): row for uid, seed, row in rows if row["token_ids"]}
     assert before  # of some there were tokens
-    rows = [(row["group"], row["response_ids"], row["weight_versions"]) for step in (3, 4) for row in rest[step]]
+    rest = rollouts(tmp_path / "again/run").items()
+    rows = [(group, row["response_ids"], row["weight_versions"]) for (step, group, _), row in rest if step in (3, 4)]
     for (uid, _), row in before.items():
         n = len(row["token_ids"])
         assert max(row["weight_versions"]) <= 1
@@ -259,15 +188,16 @@ def test_dapo_runs_asynchronously_and_resumes(asynchronous, tmp_path):
     ran(fork("dapo", tmp_path / "again", *args, "--resume", str(saved)))
     again = metrics(tmp_path / "again/run")
     assert again[0]["training/epoch"] * 32 == sum(batches[:2]) + again[0]["training/gen_batches"]
-    runs = [trained(tmp_path / "run"), trained(tmp_path / "again/run")]
-    for steps in (runs[0], {step: runs[0][step] for step in (1, 2)} | runs[1]):
-        assert len(groups_of_steps(steps)) == 4 * 8 == len(set(groups_of_steps(steps)))
+    whole, rest = groups_of(tmp_path / "run"), groups_of(tmp_path / "again/run")
+    for steps in (whole, {step: whole[step] for step in (1, 2)} | rest):
+        trained = [group for groups in steps.values() for group in groups]
+        assert len(trained) == 4 * 8 == len(set(trained))
 
 
 def test_what_finishes_first_is_trained_first(asynchronous, tmp_path):
     ran(fork("grpo", tmp_path, *asynchronous(2, "--async-order", "finished", "--total-steps", "4")))
     each_once = sorted(f"{step}-{n}" for step in range(1, 5) for n in range(8))
-    assert groups_of_steps(trained(tmp_path / "run")) == each_once
+    assert sorted(group for groups in groups_of(tmp_path / "run").values() for group in groups) == each_once
     assert all(row["async/staleness_max"] <= 2 for row in metrics(tmp_path / "run"))
 
 
@@ -364,19 +294,8 @@ def check_async_episodes(run, staleness):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_responses_are_what_the_loss_needs(engine_and_model, sampling):
-    """fp32, 24 tokens, two layers: 1e-4 is a thousand roundings; a wrong temperature or a shifted mask costs 0.1."""
-    engine, model = engine_and_model
-    T, stop = sampling.max_response_length, set(engine.stop_ids)
-    prompts = random_prompts(40)
-    out = engine.generate(prompts, sampling, request_seeds(1, 1, list(range(40))))
-    assert torch.equal(out.batch["prompts"], prompts.batch["input_ids"])
-    lengths, reasons = out.batch["response_mask"].sum(1).tolist(), out.non_tensor_batch["finish_reason"]
-    assert set(reasons) == {"stop", "length"}
-    for row, length, reason in zip(out.batch["responses"].tolist(), lengths, reasons):
-        assert (row[length - 1] in stop) == (reason == "stop") and not stop & set(row[: length - 1])
-        assert reason == "stop" or length == T
-    assert off_policy(model, out, sampling) < 1e-4
+def test_responses_of_a_server_are_what_the_loss_needs(engine_and_model, sampling):
+    check_responses(*engine_and_model, sampling, 1e-4)
 
 
 def test_requests_of_one_moment_travel_together(engine, monkeypatch):
@@ -419,28 +338,6 @@ def test_a_request_that_is_refused_leaves_the_others_of_its_batch(engine):
     assert fine.finish_reason in ("stop", "length") and len(fine.token_ids) == len(fine.log_probs) > 0
 
 
-def test_episodes_train_on_what_was_sampled(engine_and_model):
-    engine, model = engine_and_model
-    with recorded(engine) as got:
-        _, out = random_play(engine, delay=0.02, interaction=user_of(1))
-    assert_trained_as_sampled(out, got, model)
-    turns = out.non_tensor_batch["num_turns"].tolist()
-    assert len(set(turns)) > 1 and turns == [len(trained_of(out, row)) for row in range(len(out))]
-    sampled = out.batch["response_mask"].bool()
-    assert torch.equal(out.batch["weight_versions"], torch.where(sampled, engine.version, -1))
-
-
-def test_the_end_of_a_run_releases_tools(engine, server, tmp_path):
-    url, path, _ = server
-    engine, _ = build(url, path, tmp_path / "engine")
-    engine.version = 0
-    how = hanging_calls()
-    responses = make_episodes(engine, how).start(prompts_of(how, 3), Sampling(200), [1, 2, 3])
-    wait_until(lambda: {response.request.state.value for response in responses} == {"tool_calling"}, START_S)
-    engine.close()
-    assert [kind for kind, *_ in how.tools["add"].log].count("release") == 3
-
-
 def hanging_calls(**limits) -> MultiTurn:
     """Every turn calls a tool that hangs."""
     parse, limits = lambda text: [ToolCall("add", {"a": 1, "b": 2})], MultiTurnArgs(max_turn_tokens=6, **limits)
@@ -463,16 +360,11 @@ def test_what_a_rollout_waits_for_is_said(engine, monkeypatch, capsys):
 
 def test_a_request_that_a_server_refuses_ends_the_run_and_a_failed_episode_does_not(engine, monkeypatch):
     how = MultiTurn(tokenizer(), interaction=User, limits=MultiTurnArgs(max_turns=3, max_turn_tokens=6))
-
-    def play(*fail_at):
-        kwargs = [{"fail_at": at} for at in fail_at]
-        prompts = prompts_of(how, len(fail_at), interaction_kwargs=kwargs)
-        return make_episodes(engine, how).generate(prompts, Sampling(200), list(range(len(fail_at))))
-
-    out = play(None, 1, 2, None)
+    prompts = prompts_of(how, 4, interaction_kwargs=[{"fail_at": at} for at in (None, 1, 2, None)])
+    episodes, sample = make_episodes(engine, how), engine.sample
+    out = episodes.generate(prompts, Sampling(200), [*range(4)])
     assert [reason == "error" for reason in out.non_tensor_batch["finish_reason"]] == [False, True, True, False]
     assert out.batch["response_mask"].any(1).tolist() == [True, False, False, True]
-    sample = engine.sample
 
     async def refused(prompt_ids, sampling, seed, turn):
         if seed == 1:
@@ -481,7 +373,7 @@ def test_a_request_that_a_server_refuses_ends_the_run_and_a_failed_episode_does_
 
     monkeypatch.setattr(engine, "sample", refused)
     with pytest.raises(InputError, match=r"^the server refuses it$"):
-        play(None, None, None)
+        episodes.generate(prompts, Sampling(200), [*range(4)])
 
 
 def test_a_server_serves_one_run(engine_and_model, server, tmp_path, monkeypatch):
@@ -509,35 +401,6 @@ def test_a_server_serves_one_run(engine_and_model, server, tmp_path, monkeypatch
     engine._take_lease(0.0)
 
 
-def test_after_an_update_the_server_samples_from_the_new_weights(engine_and_model, monkeypatch):
-    """Also behind a prompt of more than one block of the prefix cache (128 on a CPU), which must not survive."""
-    engine, model = engine_and_model
-    long = np.random.default_rng(0).integers(9, 104, size=200).tolist()
-    sampling = Sampling(8)
-
-    def sampled() -> list[int]:
-        got = engine.begin(engine.sample(long, sampling, 1, 0)).result()
-        ids = got.token_ids
-        log_p = model(input_ids=torch.tensor([long + ids])).logits[0].log_softmax(-1)[len(long) - 1 : -1]
-        assert got.log_probs == pytest.approx(log_p.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist(), abs=1e-4)
-        return ids
-
-    version, before = engine.version, sampled()
-    for _ in range(2):
-        perturb(model, 0.1)
-        version += 1
-        metrics = sync_weights(engine, model, version, tolerance=TOLERANCE)
-        assert metrics["rollout/canary_logp_diff"] < 1e-4
-        after = sampled()
-        assert after != before
-        before = after
-        out = engine.generate(random_prompts(8), sampling, request_seeds(1, 5, list(range(8))))
-        assert off_policy(model, out) < 1e-4
-    monkeypatch.setattr(engine, "load_weights", None)  # no second load; the metrics are those of the first
-    assert sync_weights(engine, model, version, tolerance=TOLERANCE) == metrics
-    assert not list(engine.weights.folder.iterdir())  # no copy stays
-
-
 @pytest.mark.parametrize("batches", [True, False])
 def test_no_request_outlives_its_response(engine, monkeypatch, batches):
     """A response that nobody waits for any more leaves the server; others of its batch stay."""
@@ -553,15 +416,20 @@ def test_no_request_outlives_its_response(engine, monkeypatch, batches):
     await_idle(engine)
 
 
-def test_no_request_outlives_its_engine(engine, server, tmp_path):
+def test_nothing_outlives_its_engine(engine, server, tmp_path):
+    """Neither a request nor what the tools of an episode hold."""
     url, path, _ = server
     other, _ = build(url, path, tmp_path / "engine")
-    other.version, other.stop_ids, before = 0, [], generated_tokens(engine)
+    other.version, other.stop_ids, how = 0, [], hanging_calls()
+    episodes = make_episodes(other, how).start(prompts_of(how, 3), Sampling(200), [1, 2, 3])
+    wait_until(lambda: {episode.request.state.value for episode in episodes} == {"tool_calling"}, START_S)
+    before = generated_tokens(engine)
     other.start(random_prompts(4), Sampling(350, top_k=1), list(range(4)))
     await_tokens(engine, before)
     other.close()
     await_idle(engine)
     assert generated_tokens(engine) < before + 4 * 350
+    assert [kind for kind, *_ in how.tools["add"].log].count("release") == 3
 
 
 def test_a_prompt_that_is_too_long_never_gets_to_the_server(engine):
@@ -569,40 +437,34 @@ def test_a_prompt_that_is_too_long_never_gets_to_the_server(engine):
         engine.begin(engine.sample([5] * MAX_LENGTH, Sampling(8), 1, 0)).result()
 
 
-def test_a_sync_that_is_skipped_stops_the_run(engine_and_model, monkeypatch):
-    engine, model = engine_and_model
-    order, version = engine.servers.on_workers, engine.version
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "load_weights", lambda *_: setattr(engine, "version", version + 1))
-        perturb(model, 1e-6)  # an update too small for any log-prob to tell
-        with pytest.raises(WeightSyncError, match=f"version {version + 1} failed"):
-            sync_weights(engine, model, version + 1, tolerance=TOLERANCE)
-    with monkeypatch.context() as patch:  # the server says yes and does nothing
-        patch.setattr(engine.weights, "way", "reload_from")
-        patch.setattr(engine, "_take_lease", lambda _: None)
-        patch.setattr(engine.servers, "on_workers", lambda url, method, **_: order(url, "weight_transfer_backend"))
-        perturb(model)
-        with pytest.raises(WeightSyncError, match="does not compute with them"):
-            sync_weights(engine, model, version + 2, tolerance=TOLERANCE)
-    sync_weights(engine, model, version + 3, tolerance=TOLERANCE)
-
-
 @pytest.mark.parametrize("way, bucket", [("broadcast", 1 << 28), ("broadcast", 9000), ("reload_from", 0)])
-def test_every_way_gives_the_same_weights(engine_and_model, monkeypatch, way, bucket):
-    """A bucket of 9000 bytes holds several of the smaller tensors; the embedding and others exceed it."""
+def test_after_an_update_the_server_samples_from_the_new_weights(engine_and_model, monkeypatch, way, bucket):
+    """Also behind a prompt of more than one block of the prefix cache (128 on a CPU), which must not survive. A bucket
+    of 9000 bytes holds several of the smaller tensors; the embedding and others exceed it."""
     engine, model = engine_and_model
     monkeypatch.setattr(engine.weights, "way", way)
     monkeypatch.setattr(server_weights, "BUCKET_BYTES", bucket)
     sent, real = [], engine.servers.order
     monkeypatch.setattr(engine.servers, "order", lambda path, **kw: sent.append(path) or real(path, **kw))
-    perturb(model)
-    version = engine.version + 1
-    assert sync_weights(engine, model, version, tolerance=TOLERANCE)["rollout/canary_logp_diff"] < 1e-4
+    long, version = np.random.default_rng(0).integers(9, 104, size=200).tolist(), engine.version + 1
+
+    def sampled() -> list[int]:
+        got = engine.begin(engine.sample(long, Sampling(8), 1, 0)).result()
+        log_probs = text_log_probs(model, torch.tensor([*long, *got.token_ids]))[-len(got.token_ids) :]
+        assert got.log_probs == pytest.approx(log_probs.tolist(), abs=1e-4)
+        return got.token_ids
+
+    before = sampled()
+    perturb(model, 0.1)
+    metrics = sync_weights(engine, model, version, tolerance=TOLERANCE)
+    assert metrics["rollout/canary_logp_diff"] < 1e-4 and sampled() != before
     out = engine.generate(random_prompts(8), Sampling(8), request_seeds(1, version, list(range(8))))
     assert off_policy(model, out) < 1e-4
     buckets = sent.count("/update_weights")
     assert buckets == (way == "broadcast") if bucket != 9000 else buckets > 5
-    assert not list(engine.weights.folder.glob("*"))  # no copy stays
+    assert not list(engine.weights.folder.iterdir())  # no copy stays
+    monkeypatch.setattr(engine, "load_weights", None)  # no second load; the metrics are those of the first
+    assert sync_weights(engine, model, version, tolerance=TOLERANCE) == metrics
 
 
 def test_a_server_without_the_extension_gets_a_file(engine_and_model, monkeypatch):
@@ -626,16 +488,25 @@ def test_a_server_without_the_extension_gets_a_file(engine_and_model, monkeypatc
 
 @pytest.mark.parametrize("batches", [True, False])
 def test_a_sync_in_the_midst_of_a_rollout(engine_and_model, monkeypatch, batches):
+    """Also a request of the moment before it is of the old weights at first."""
     engine, model = engine_and_model
     monkeypatch.setattr(engine, "batches", batches)
     settings = server_engine.vllm_settings
     monkeypatch.setattr(server_engine, "vllm_settings", lambda *args: settings(*args) | {"ignore_eos": True})
     monkeypatch.setattr(engine, "stop_ids", [])  # so that the sync does not find them ended
-    n, T, old_version, before = 24, 360, engine.version, generated_tokens(engine)
-    prompts, sampling = random_prompts(n), Sampling(T)
+    n, T, old_version, before, on_loop = 24, 360, engine.version, generated_tokens(engine), engine._on_loop
+    prompts, sampling, seeds = random_prompts(n), Sampling(T), request_seeds(1, 9, list(range(n)))
     old_weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    rows = engine.start(prompts, sampling, request_seeds(1, 9, list(range(n))))
+    rows = engine.start(prompts[:-1], sampling, seeds[:-1])
     await_tokens(engine, before + 10 * n)
+
+    def on_loop_later(act):
+        if len(rows) < n:
+            rows.extend(engine.start(prompts[-1:], sampling, seeds[-1:]))
+            wait_until(lambda: len(engine._posted) == n)
+        return on_loop(act)
+
+    monkeypatch.setattr(engine, "_on_loop", on_loop_later)
     perturb(model, 0.1)
     sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
     out = engine.collect(prompts, sampling, rows)
@@ -760,26 +631,6 @@ def check_versions(model, out, old_weights, old_version):
         assert difference[mask & (versions != version)].mean() > 0.1
 
 
-def test_requests_of_the_moment_before_a_sync_are_of_the_old_weights(engine_and_model, monkeypatch):
-    engine, model = engine_and_model
-    before, old_version, on_loop, late = generated_tokens(engine), engine.version, engine._on_loop, []
-
-    def on_loop_later(act):
-        if not late:
-            late.append(engine.begin(engine.sample([5, 6], Sampling(390, top_k=1), 1, 0)))
-            await_tokens(engine, before)
-        return on_loop(act)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_on_loop", on_loop_later)
-        patch.setattr(engine, "stop_ids", [])
-        patch.setattr(server_engine, "NEUTRAL", server_engine.NEUTRAL | {"ignore_eos": True})
-        perturb(model, 0.1)
-        sync_weights(engine, model, old_version + 1, tolerance=TOLERANCE)
-        versions = late[0].result().weight_versions
-    assert versions == sorted(versions) and set(versions) == {old_version, old_version + 1}
-
-
 def test_requests_behind_the_pause_are_of_the_new_weights(engine_and_model, monkeypatch):
     engine, model = engine_and_model
     monkeypatch.setattr(server_engine, "STOP_S", 0.2)
@@ -800,19 +651,14 @@ def test_buckets(monkeypatch):
     assert [names for names, _ in server_weights._buckets(stream)] == [["0", "1", "2"], ["3"], ["4"], ["5"], ["6"]]
 
 
-@pytest.mark.parametrize(
-    ("urls", "address"),
-    [
-        (["http://localhost:8000", "http://[::1]:8000"], "127.0.0.1"),
-        (["http://localhost:8000", "http://node1:8000", "https://node2"], "10.0.0.1"),
-    ],
-)
-def test_a_broadcast_listens_on_the_way_to_its_servers(monkeypatch, urls, address):
+def test_a_broadcast_listens_on_the_way_to_its_servers(monkeypatch):
     """On loopback where all of them are on this machine; else where those elsewhere reach it too."""
     ways = {("localhost", 8000): "127.0.0.1", ("::1", 8000): "::1"}
     ways |= {("node1", 8000): "10.0.0.1", ("node2", 443): "10.0.0.1"}
     monkeypatch.setattr(server_weights, "address_towards", lambda *at: ways[at])
-    assert server_weights._address_towards(urls) == address
+    local, others = ["http://localhost:8000", "http://[::1]:8000"], ["http://node1:8000", "https://node2"]
+    assert server_weights._address_towards(local) == "127.0.0.1"
+    assert server_weights._address_towards([*local, *others]) == "10.0.0.1"
 
 
 # ---- what a person reads --------------------------------------------------------------------------
@@ -849,7 +695,7 @@ def stub(world, tmp_path):
     """stub(answers) makes (an engine, its model) at a Stub that gives them."""
     with http_server(Stub) as url:
 
-        def make(answers: dict[str, dict], url: str = url) -> tuple:
+        def make(answers: dict[str, dict]) -> tuple:
             Stub.answers = answers
             return build(url, save_tiny(tmp_path / "model"), tmp_path)
 
@@ -860,11 +706,6 @@ def stub(world, tmp_path):
 def test_a_server_that_was_started_otherwise(stub, message):
     with one_line(message):
         stub(WRONG[message])
-
-
-def test_no_server_there(stub):
-    with one_line("no vLLM server answers"):
-        stub({}, f"http://127.0.0.1:{free_port()}")
 
 
 @pytest.mark.parametrize(
@@ -928,14 +769,6 @@ def test_a_server_that_does_not_join_the_broadcast(stub, monkeypatch, join, here
     info = Stub.posted["/init_weight_transfer_engine"]["init_info"]
     assert (info["port"] == 0) == here == bool(info["file"])
     assert not here or Path(info["file"]).parent.stat().st_mode & 0o077 == 0
-
-
-def test_a_server_that_hangs(monkeypatch):
-    weights = ServerWeights.__new__(ServerWeights)
-    weights.servers = SimpleNamespace(urls=["http://a:1", "http://b:2"])
-    monkeypatch.setattr(server_weights, "SYNC_TIMEOUT_S", 0.05)
-    with pytest.raises(InputError, match=r"http://a:1,http://b:2: the broadcast .*no answer for 0.05 s"):
-        weights._finish([Future()])
 
 
 def test_another_model_and_then_no_server(server, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ answers for it. tests/servers/test_server_engine.py has vLLM's own servers, with
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache
 from queue import SimpleQueue
 from threading import Event
 from types import SimpleNamespace
@@ -29,26 +28,17 @@ TENSORS = {"embedding": torch.randn(6, 4), "norm": torch.randn(4), "head": torch
 LIMIT_S = 60.0  # of a sync; what must not wait for it takes less than half
 
 
-@cache
-def worker_class() -> type:
-    """BroadcastEngine without a model of vLLM's, whose import takes seconds."""
-    from servers import worker
-
-    class Worker(worker.BroadcastEngine):
-        def __init__(self, device: torch.device):
-            self.device, self.parallel_config = device, SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-            self.weights: dict[str, torch.Tensor] = {}
-            self.model = SimpleNamespace(load_weights=lambda pairs: self.weights.update(pairs))
-
-    return Worker
-
-
 class Server:
     """What its process does with orders: one after the other, in the worker's thread, where one that hangs holds up
     those behind it. killed: it takes no more orders, and leaves those that it has unanswered."""
 
     def __init__(self):
-        self.worker, self.orders, self.killed = worker_class()(torch.device("cpu")), SimpleQueue(), Event()
+        from servers.worker import BroadcastEngine  # vLLM's import takes seconds
+
+        self.orders, self.killed, self.weights = SimpleQueue(), Event(), {}
+        self.worker = BroadcastEngine.__new__(BroadcastEngine)  # without a model of vLLM's
+        self.worker.device, self.worker.model = torch.device("cpu"), SimpleNamespace(load_weights=self.weights.update)
+        self.worker.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         self.at = lambda path: None  # what happens where it begins an order
         in_thread(self.work)
 
@@ -104,7 +94,7 @@ class Servers:
         self.urls[self.urls.index(before)] = after
 
     def held(self) -> list[dict]:
-        return [self.all[url].worker.weights for url in self.urls]
+        return [self.all[url].weights for url in self.urls]
 
 
 @pytest.fixture
