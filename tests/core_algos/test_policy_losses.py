@@ -19,7 +19,7 @@ from lib.core_algos import compute_rollout_correction, token_masks
 from lib.core_algos import policy_losses as pl
 from lib.core_algos.papers import losses as losses_of_papers
 from lib.declared import CRITERIA, POLICY_LOSSES, TOKEN_MASKS
-from tests.core_algos.test_core_algos import bits_equal, close, for_all, poison, random_batch, seeds
+from tests.core_algos.test_core_algos import close, for_all, poison, random_batch, seeds
 from tests.reference_formulas import correction, row_losses
 from tests.reference_formulas import token_masks as reference_masks
 
@@ -147,21 +147,6 @@ def test_masks_equal_the_loop(seed):
             assert list(found) == [names[0] if loss else "token_mask"][: len(names)]
             for name, kept in found.items():
                 assert kept.dtype == torch.bool and {tuple(at) for at in kept.nonzero().tolist()} == expected[name]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_token_mask_depends_on_which_rank_has_a_group(seed):
-    """The rows of all ranks come rank by rank, and a rank has every second group, or others after balancing."""
-    old, new, advantages, mask = random_batch(seed, rows=12, width=9)
-    tensors = {"old_log_probs": new, "rollout_log_probs": old, "advantages": advantages, "entropys": old.abs()}
-    tensors |= {"response_mask": mask, "group": torch.arange(12) // 2}
-    settings = {"cov_keep": {"cov_ratio": 0.2, "cov_bounds": (-9, 9)}, "cov_pick": {"cov_ratio": 0.2}}
-    settings["m2po"] = {"threshold": 0.3}
-    whole = token_masks.compute_token_masks(settings, tensors, seed)
-    groups = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
-    order = (2 * groups[:, None] + torch.arange(2)).flatten()
-    moved = token_masks.compute_token_masks(settings, {name: x[order] for name, x in tensors.items()}, seed)
-    assert all(bits_equal(moved[name], whole[name][order]) for name in whole)
 
 
 def test_masks_of_nothing_and_ties():

@@ -13,20 +13,7 @@ from lib.model import load_tokenizer
 from tests.common import TOY_MODEL
 
 TOKENIZER = load_tokenizer(TOY_MODEL)
-SPECIAL = set(TOKENIZER.all_special_ids)
-IM_START, IM_END = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "pad>", "<pad>", "<unk>", "1+2", " ", "|"]
-texts = st.lists(st.sampled_from(PIECES)).map("".join)
-
-
-@given(texts)
-def test_no_text_becomes_a_special_token(text):
-    escape_special_tokens = SpecialTokenEscaper(TOKENIZER)
-    ids = TOKENIZER(escape_special_tokens(text), add_special_tokens=False, split_special_tokens=False)["input_ids"]
-    assert not {IM_START, IM_END, TOKENIZER.pad_token_id} & set(ids)
-    assert escape_special_tokens(text).replace(" ", "") == text.replace(" ", "")
-    if not any(name in text for name in TOKENIZER.all_special_tokens):
-        assert escape_special_tokens(text) == text
+IM_END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
 
 @given(st.lists(st.text("ab ", min_size=1, max_size=3), max_size=4), st.text("ab ", max_size=12))
@@ -37,6 +24,8 @@ def test_any_set_of_tokens_is_broken_up_in_the_end(names, text):
     tokens = {i: AddedToken(name, special=True) for i, name in enumerate(names)}
     escaped = SpecialTokenEscaper(SimpleNamespace(added_tokens_decoder=tokens))(text)
     assert not any(name in escaped for name in names if name not in f"{name[:1]} {name[1:]}")
+    assert escaped.replace(" ", "") == text.replace(" ", "")
+    assert escaped == text or any(name in text for name in names)
 
 
 def test_all_strings_of_a_message_are_defused_and_nothing_else():
