@@ -49,14 +49,9 @@ def test_the_chat_template_of_a_run_is_saved_with_its_processor(tmp_path):
 @cache
 def processor_of(kind):
     if kind == "idefics3":
-        from transformers import Idefics3Processor
-        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-        words = [*toy.ROLES, "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-        size = {"longest_edge": 24}
-        pictures = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
-        tokenizer = toy.make_tokenizer(words, TEMPLATE)
-        return Idefics3Processor(pictures, tokenizer, image_seq_len=9, chat_template=TEMPLATE)
+        processor = toy_vision.make_processor()
+        processor.chat_template = processor.tokenizer.chat_template = TEMPLATE
+        return processor
     from transformers import Gemma3Processor  # one token in the text, others for the features
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 

@@ -1,5 +1,6 @@
 """Shared prefixes change no result: rows of several sequences against each sequence alone in float64, on every path of
-attention. The trees come from few tokens, so that random sequences begin alike in every way."""
+attention. The trees come from few tokens, so that random sequences begin alike in every way. Over ranks:
+test_sequence_parallel.py and test_tensor_parallel.py."""
 
 from functools import partial
 from itertools import accumulate
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from lib.data import prefix_tree, prepare_dynamic_batch
 from lib.data.micro_batches import prompt_groups
 from lib.data_proto import DataProto
-from lib.distributed import Mean, full_tensor, make_mesh, make_row_group, shard_model
+from lib.distributed import Mean
 from lib.model import load_model, response_log_probs
 from lib.model.flops import UpdateFlops
-from tests.common import float64_norms, run_ranks, save_tiny
+from tests.common import float64_norms, save_tiny
 from tests.model.test_models import alone, load, save, sequences_of, with_gradient
 from tests.model.test_varlen import cpu_kernels
 
@@ -139,32 +140,6 @@ def test_every_kind_of_layer_takes_the_tree(tmp_path, family, attention):
         shared = with_gradient(model, partial(response_log_probs, model, batch, 1.0))
     model.set_attn_implementation("sdpa")
     assert_equal(shared, with_gradient(model, partial(alone, model, batch)), 1e-5)
-
-
-def over_two_ranks(world, path: str, options: dict, tensor: int):
-    """Log-probs of this rank's rows in micro-batches, and the gradient of one. The second rank has one row."""
-    batch = batch_of(FORKS)[[[0, 1, 3, 4], [2]][world.rank]]
-    mesh = make_mesh(world, tensor_parallel=tensor)
-    model = shard_model(float64_norms(load_model(path, dtype=torch.float64, **options)), mesh, torch.float64)
-    with cpu_kernels():
-        group = make_row_group(world, mesh, 1 if tensor > 1 else 2)
-        log_probs = response_log_probs(model, batch, 1.0, row_group=group)[0]
-        (log_probs.square().sum() * world.size).backward()
-    return log_probs.detach(), torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize(
-    ("options", "tensor"), [({}, 1), ({"attn_implementation": "varlen"}, 1), ({}, 2)], ids=["sdpa", "varlen", "tensor"]
-)
-def test_ranks_that_share_their_rows_share_prefixes(tmp_path, options, tensor):
-    path = save_tiny(tmp_path, num_key_value_heads=2)
-    model, batch = float64_norms(load_model(path, dtype=torch.float64)), batch_of(FORKS)
-    model.zero_grad()
-    expected = alone(model, batch)[0]
-    expected.square().sum().backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    for (own, got), rows in zip(run_ranks(2, over_two_ranks, path, options, tensor), ([0, 1, 3, 4], [2]), strict=True):
-        assert_equal((own, got), (expected[rows].detach(), gradient))
 
 
 @settings(max_examples=20)
