@@ -23,13 +23,13 @@ from lib.data import (
     scatter_rows,
     split_mini_batches,
 )
-from lib.data.balance import group_costs
+from lib.data.balance import group_costs, pad_rows
 from lib.data.micro_batches import prompt_groups
 from lib.data_proto import DataProto
 from lib.distributed import full_tensor, make_mesh, shard_model, trainable_parameters
 from lib.model import load_model, response_log_probs
 from lib.model.packing import in_micro_batches
-from lib.rollout import Rollouts, concat_rows
+from lib.rollout import Rollouts
 from tests.common import TOY_MODEL, VisionRow, rollout_batch, run_ranks, save_tiny, tiny_vision, vision_batch
 from tests.scripts.test_invariance import float64_norms, groups_batch
 
@@ -73,13 +73,6 @@ def test_rows_of_one_prompt_stay_together_and_count_it_once(groups, max_tokens, 
     assert sizes == sorted(sizes, reverse=True)
     restored = restore_dynamic_batch(torch.cat([micro.batch["input_ids"] for micro in micro_batches]), rows)
     assert torch.equal(restored, batch.batch["input_ids"])
-
-
-@one_rank
-def test_two_groups_fit_where_their_rows_alone_would_not():
-    """2 x (20 + 4 x 5) = 80 tokens, and 2 x 4 x (20 + 5) = 200 without sharing."""
-    batch = groups_batch([(20, [5] * 4), (20, [5] * 4)])
-    assert [len(prepare_dynamic_batch(batch, 80, share_prompts=share)[1]) for share in (True, False)] == [1, 3]
 
 
 @one_rank
@@ -149,34 +142,6 @@ def test_of_two_ranks_the_longest_do_not_meet():
 
 
 # ---- batches of any widths and sizes of groups ---------------------------------------------------
-def joined(world) -> dict:
-    """Two batches of a rank's own widths, joined, by all that moves rows between ranks."""
-    lengths = [([3, 3, 5, 5], [2, 7, 1, 1]), ([9, 9, 2, 2], [4, 1, 1, 3])][world.rank]
-    batch = concat_rows([rollout_batch(P, T, seed=world.rank) for P, T in (lengths, ([1, 1], [2, 2]))])
-    batch.non_tensor_batch["uid"] = np.array([f"{world.rank}-{i // 2}" for i in range(6)], dtype=object)
-    batch.batch["token_level_scores"] = batch.batch["response_mask"].float()
-    before, scores = batch.batch["attention_mask"].sum(), batch.select()
-    t = gather_rows(scores)
-    stub = SimpleNamespace(sizes=SimpleNamespace(num_mini_batches=1), reads_log_probs=False)
-    module = load_model(TOY_MODEL)
-    whole = Rollouts.all_gather(stub, batch.select())
-    own = Rollouts.own_rows(stub, whole)
-    balanced, _ = Rollouts.balanced(stub, SimpleNamespace(module=module), batch)
-    tokens = [int(x.batch["attention_mask"].sum()) for x in (whole, own, balanced)]
-    widths = {x.batch["prompts"].shape[1:] + x.batch["responses"].shape[1:] for x in (scores, whole, balanced)}
-    return {"before": int(before), "tokens": tokens, "widths": widths, "scores": t["token_level_scores"].sum().item()}
-
-
-def test_ranks_may_have_batches_of_their_own_widths():
-    found = run_ranks(2, joined)
-    total = sum(of_rank["before"] for of_rank in found)
-    assert [of_rank["widths"] for of_rank in found] == [{(9, 7)}] * 2
-    assert [of_rank["scores"] for of_rank in found] == [15 + 13] * 2
-    assert [of_rank["tokens"][0] for of_rank in found] == [total] * 2
-    for i in (1, 2):
-        assert sum(of_rank["tokens"][i] for of_rank in found) == total
-
-
 ANY = {  # rank: the uid of each of its rows. Groups of 1 to 5 rows, not adjacent, of two ranks, and a rank without
     2: ["a a a b c c c d a b d e", "e"],
     3: ["a a a b c c c d a b d e", "e", ""],
@@ -195,16 +160,26 @@ def rows_of_any(size: int) -> tuple[DataProto, list[list[int]]]:
     batch.batch["prompts"] = batch.batch["input_ids"][:, :P]
     batch.non_tensor_batch["uid"] = np.array(named, dtype=object)
     batch.batch["number"] = torch.arange(len(named))
-    batch.batch["weight"] = torch.rand(batch.batch["responses"].shape, dtype=torch.float64)  # a copy's own column
+    attended = batch.batch["attention_mask"][:, P:]
+    batch.batch["weight"] = torch.from_numpy(rng.random(attended.shape)) * attended  # a copy's own column
     # what does not follow from tokens and lengths; the masks on the rank of row 0 alone
     batch.batch["response_mask"][0, 1] = 0
-    batch.batch["anchor_states"] = batch.batch["number"][:, None] * 2**40 + batch.batch["responses"]
-    batch.batch["rollout_log_probs"] = -batch.batch["anchor_states"].float()
+    batch.batch["anchor_states"] = (batch.batch["number"][:, None] * 2**40 + batch.batch["responses"]) * attended
+    batch.batch["values"] = -batch.batch["anchor_states"].float()
     batch.batch["teacher_ids"] = batch.batch["responses"][..., None] * torch.arange(1, 4)
     messages = [[{"content": f"\u00e9{i}"}] * (i % 3) for i in range(len(named))]
     batch.non_tensor_batch["messages"] = np.fromiter(messages, object, count=len(named))
     ends = [0, *itertools.accumulate(map(len, uids))]
     return batch, [list(range(i, j)) for i, j in itertools.pairwise(ends)]
+
+
+def rows_of_rank(size: int, rank: int) -> DataProto:
+    """As wide as its own prompts and responses."""
+    whole, numbers = rows_of_any(size)
+    batch, P = whole[numbers[rank]], whole.batch["prompts"].shape[1]
+    attended = batch.batch["attention_mask"]
+    longest = (int(mask.sum(1).max()) if len(batch) else 1 for mask in (attended[:, :P], attended[:, P:]))
+    return pad_rows(batch, *longest)
 
 
 def updates(model, batch, mini_batches, world) -> list:
@@ -226,18 +201,21 @@ def updates(model, batch, mini_batches, world) -> list:
 
 
 def any_rows(world, path: str, mini_batches: int, size: int) -> dict:
-    torch.manual_seed(0)
-    whole, numbers = rows_of_any(size)
+    whole, _ = rows_of_any(size)
     model = shard_model(float64_norms(load_model(path, dtype=torch.float64)), make_mesh(world), torch.float64)
-    batch = whole if world.size == 1 else whole[numbers[world.rank]]
+    batch = whole.select() if world.size == 1 else rows_of_rank(size, world.rank)
     batch.meta_info = {"rank": world.rank}
+    gathered = gather_rows(batch.select(), ["weight"])
+    assert all(gathered[name].equal(whole.batch[name]) for name in ("weight", "values"))
     plan, metrics = balance_groups(batch, model, mini_batches)
     moved, first = exchange_groups(batch, plan), exchange_groups(batch[[0] if len(batch) else []], plan)
     assert set(first.non_tensor_batch["uid"]) <= {*plan[world.rank]}
     assert moved.meta_info == {"rank": world.rank} and [*moved.batch.keys()] == [*batch.batch.keys(), "mini_batch"]
     for name, column in whole.batch.items():  # what belongs to a row stays with it
-        assert torch.equal(moved.batch[name], column[moved.batch["number"]]), name
-        assert moved.batch[name].dtype == column.dtype, name
+        ours, theirs = moved.batch[name], column[moved.batch["number"]]
+        if name == "position_ids":  # those of padding are any
+            ours, theirs = (x * moved.batch["attention_mask"] for x in (ours, theirs))
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
     for name, column in whole.non_tensor_batch.items():
         assert [*moved.non_tensor_batch[name]] == [*column[moved.batch["number"]]], name
     parts = split_mini_batches(moved, mini_batches)
@@ -255,8 +233,9 @@ def any_rows(world, path: str, mini_batches: int, size: int) -> dict:
 
 @pytest.mark.parametrize("size, mini_batches", [(2, 3), (3, 4)])
 def test_rows_of_any_number_train_as_on_one_rank(size, mini_batches, tmp_path):
-    """Groups come together whole, in mini-batches of as many groups, but for one. Loss and gradient of each are those
-    of one rank that has these rows, though a rank has micro-batches or whole mini-batches without a row."""
+    """Ranks may have batches of their own widths. Groups come together whole, in mini-batches of as many groups, but
+    for one. Loss and gradient of each are those of one rank that has these rows, though a rank has micro-batches or
+    whole mini-batches without a row."""
     path = save_tiny(tmp_path)
     found = run_ranks(size, any_rows, path, mini_batches, size)
     uids = " ".join(ANY[size]).split()
@@ -311,9 +290,8 @@ def test_the_groups_of_all_ranks_are_in_the_order_of_their_numbers():
     """Group k of each rank before any group k + 1; the union of own_rows is the whole."""
 
     def gathered(world) -> list:
-        whole, numbers = rows_of_any(3)
         stub = SimpleNamespace()
-        everything = Rollouts.all_gather(stub, whole[numbers[world.rank]])
+        everything = Rollouts.all_gather(stub, rows_of_rank(3, world.rank))
         own = Rollouts.own_rows(stub, everything)
         return [everything.batch["number"].tolist(), own.non_tensor_batch["uid"].tolist()]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,19 +101,15 @@ def test_item(tmp_path, tokenizer):
     assert dataset.dropped == {"prompt_too_long": 0} and dataset.truncated == 0
 
 
-def test_template_options(tmp_path, tokenizer):
-    row = make_row("hi")
-    row["question"] = row.pop("prompt")
+def test_template_options_and_padding_without_a_pad_token(tmp_path):
     kwargs = {"add_generation_prompt": False, "enable_thinking": True}
-    dataset = dataset_of(tmp_path, [row], tokenizer, columns={"prompt": "question"}, chat_template_kwargs=kwargs)
-    assert tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "<user: hi>!"
-
-
-def test_no_pad_token_pads_with_eos(tmp_path):
-    dataset = dataset_of(tmp_path, [make_row("hi")], make_tokenizer(eos_token="[eos]"), max_prompt_length=23)
+    question = {"question": "hi", "data_source": "toy"}
+    how = {"columns": {"prompt": "question"}, "chat_template_kwargs": kwargs, "max_prompt_length": 12}
+    dataset = dataset_of(tmp_path, [question], make_tokenizer(eos_token="[eos]"), **how)
+    assert dataset.tokenizer.decode(dataset[0]["raw_prompt_ids"]) == "<user: hi>!"
     assert dataset[0]["input_ids"][0] == 1 and dataset[0]["attention_mask"][0] == 0
-    file = write_jsonl(tmp_path / "a.jsonl", [make_row("a")])
-    assert "neither a pad nor an eos" in error_of(file, make_tokenizer(unk_token="?"), max_prompt_length=30)
+    message = error_of(tmp_path / "a.jsonl", make_tokenizer(unk_token="?"), max_prompt_length=30)
+    assert "neither a pad nor an eos" in message
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "numpy", "column lists"])
@@ -156,20 +151,18 @@ def test_several_files_of_different_types(tmp_path, tokenizer):
     assert texts(dataset) == ["a", "b", "c"]
     assert [dataset[i]["reward_model"]["ground_truth"] for i in range(3)] == ["A", 42, None]
     assert [dataset[i]["index"] for i in range(3)] == [5, 0, 2]
+    assert dataset.without_ground_truth == f"{files[2]} row 0"
     assert dataset[2]["extra_info"] == dataset[2]["tools_kwargs"] == dataset[2]["interaction_kwargs"] == {}
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
-def test_the_first_kept_row_without_a_ground_truth_is_named(tmp_path, tokenizer, num_proc):
-    null, absent, model = make_row("b" * 40), make_row("c"), make_row("d")
-    null["reward_model"], absent["reward_model"] = {"ground_truth": None}, {"style": "model"}
-    model["reward_model"] = {"ground_truth": ""}  # empty is not missing
-    files = [write_jsonl(tmp_path / "a.jsonl", [make_row("a")]), write_parquet(tmp_path / "b.parquet", [null, model])]
-    dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
-    assert dataset.dropped["prompt_too_long"] == 1 and dataset.without_ground_truth is None
-    files.append(write_jsonl(tmp_path / "c.jsonl", [model, make_row("e") | {"reward_model": None}, absent]))
-    dataset = RLHFDataset([str(f) for f in files], tokenizer, max_prompt_length=30, num_proc=num_proc)
-    assert dataset.without_ground_truth == f"{tmp_path / 'c.jsonl'} row 1"
+def test_a_ground_truth_of_no_text_or_of_a_row_that_is_dropped_is_not_missing(tmp_path, tokenizer):
+    dropped, empty = make_row("b" * 40) | {"reward_model": {"ground_truth": None}}, make_row("d")
+    empty["reward_model"] = {"ground_truth": ""}
+    rows = [make_row("a"), dropped, empty]
+    assert dataset_of(tmp_path, rows, tokenizer, max_prompt_length=30).without_ground_truth is None
+    null = make_row("e") | {"reward_model": None}
+    dataset = dataset_of(tmp_path, [*rows, null, null], tokenizer, max_prompt_length=30, num_proc=2)
+    assert dataset.without_ground_truth == f"{tmp_path / 'a.jsonl'} row 3"
 
 
 SHOWS_TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + TEMPLATE
@@ -199,21 +192,18 @@ def test_a_row_shows_the_tools_that_it_names(tmp_path, write, num_proc):
     assert not any(plain.tokenizer.decode(plain[i]["raw_prompt_ids"]).startswith("[") for i in range(7))
 
 
-@pytest.mark.parametrize(
-    ("info", "words"),
-    [
+def test_what_names_no_tools_is_one_line(tmp_path):
+    for info, words in (
         ({"tools_kwargs": {"gone": {}}}, "there is no tool 'gone'; --multi-turn.tools has add, find, aaa"),
         ({"tool_selection": ["add", "x\n" * 99]}, r"there is no tool 'x\\nx"),
         ({"tool_selection": "add"}, "tool_selection 'add': write a list"),
         ({"tools_kwargs": ["add"]}, "write {tool: "),
         ({"tools_kwargs": {"add": [1]}}, "write {tool: "),
         ({"tools_kwargs": {"add": {"create_kwargs": "a"}}}, "write {tool: "),
-    ],
-)
-def test_what_names_no_tools_is_one_line(tmp_path, info, words):
-    file = write_jsonl(tmp_path / "a.jsonl", [make_row("q"), make_row("q", 7, **info)])
-    message = error_of(file, make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, **OF_TOOLS)
-    assert message.startswith(f"{file} row 1 (index 7): ") and re.search(words, message) and len(message) < 400
+    ):
+        file = write_jsonl(tmp_path / "a.jsonl", [make_row("q"), make_row("q", 7, **info)])
+        message = error_of(file, make_tokenizer(SHOWS_TOOLS), max_prompt_length=99, **OF_TOOLS)
+        assert message.startswith(f"{file} row 1 (index 7): ") and re.search(words, message) and len(message) < 400
 
 
 @pytest.mark.parametrize(
@@ -251,20 +241,15 @@ def test_rows_are_drawn_from_all_files_and_keep_their_numbers(tmp_path, tokenize
 
 
 def test_an_error_in_a_part_of_the_rows_names_the_row_of_the_file(tmp_path, tokenizer):
-    part = {"max_prompt_length": 30, "max_samples": 4}
-    good = dataset_of(tmp_path, [make_row("x")] * 50, tokenizer, **part)
-    other = good.kept[-1]
-    out = next(i for i in range(50) if i not in good.kept)
-    for change, message in (
-        ({"data_source": 3}, "'data_source' is 3"),
-        ({"prompt": "long" * 9}, "prompt of 56 tokens"),
-    ):
-        rows = [make_row("x") for _ in range(50)]
-        rows[out] |= change
-        assert len(dataset_of(tmp_path, rows, tokenizer, **part, filter_overlong_prompts=False)) == 4
-        rows[other] |= change
+    part = {"max_prompt_length": 30, "max_samples": 4, "filter_overlong_prompts": False}
+    rows = [make_row("x") for _ in range(50)]
+    kept = dataset_of(tmp_path, rows, tokenizer, **part).kept.tolist()
+    rows[next(i for i in range(50) if i not in kept)] = {"prompt": 3}  # is not read
+    assert len(dataset_of(tmp_path, rows, tokenizer, **part)) == 4
+    for change, message in ({"prompt": "long" * 9}, "prompt of 56 tokens"), ({"data_source": 3}, "'data_source' is 3"):
+        rows[kept[-1]] |= change
         file = write_jsonl(tmp_path / "b.jsonl", rows)
-        assert f"b.jsonl row {other}: {message}" in error_of(file, tokenizer, **part, filter_overlong_prompts=False)
+        assert f"b.jsonl row {kept[-1]}: {message}" in error_of(file, tokenizer, **part)
 
 
 # ---- errors: one line, with the place and the remedy ----
@@ -315,31 +300,23 @@ def test_error_files(tmp_path, tokenizer, monkeypatch):
 BAD_ROWS = {  # what a row of make_row("b") is changed to, and what is said of it
     "reward model text": ({"reward_model": "42"}, "'reward_model' is '42'; it must be a dict"),
     "no message": ({"prompt": []}, "not text or a list of messages"),
-    "no role": ({"prompt": [{"content": "no role"}]}, "not text or a list of messages"),
     "a list of texts": ({"prompt": ["text"]}, "not text or a list of messages"),
     "a message alone": ({"prompt": {"role": "user"}}, "not text or a list of messages"),
-    "a tool": (
-        {"prompt": [{"role": "tool", "content": "x"}]},
-        "the chat template refuses",
-    ),
+    "a tool": ({"prompt": [{"role": "tool", "content": "x"}]}, "the chat template refuses"),
     "no content": ({"prompt": [{"role": "user"}]}, "the content of message 0 is null; it must be text"),
     "half a character": ({"prompt": [{"role": "user", "content": "a\ud800"}]}, r"'\ud800', half of a character"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-@pytest.mark.parametrize("kind", ["jsonl", "memory"])
-def test_error_rows_are_one_line_with_file_and_row(tmp_path, tokenizer, case, kind):
+def test_error_rows_are_one_line_with_file_and_row(tmp_path, tokenizer, case):
     change, message = BAD_ROWS[case]
-    source = write_jsonl(tmp_path / "a.jsonl", [make_row("a"), make_row("b") | change])
-    if kind == "memory":
-        try:
-            source = datasets.Dataset.from_list([make_row("a"), make_row("b") | change])
-        except (pa.ArrowException, UnicodeEncodeError):
-            pytest.skip("Arrow has no such column")
-    said = error_of(source, tokenizer, max_prompt_length=99)
-    assert " row 1: " in said and message in said
-    assert said == error_of(source, tokenizer, max_prompt_length=99, num_proc=2)
+    rows = [make_row("a"), make_row("b") | change]
+    said = error_of(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_length=99)
+    assert "a.jsonl row 1: " in said and message in said
+    if case == "a tool":
+        in_memory = error_of(datasets.Dataset.from_list(rows), tokenizer, max_prompt_length=99, num_proc=2)
+        assert "data set 0 in memory row 1: " in in_memory and message in in_memory
 
 
 words = st.text(st.characters(codec=None, categories=["L", "Cs", "Cc"]), max_size=3) | st.just("content")
@@ -443,34 +420,20 @@ def test_a_prompt_without_a_template_has_what_begins_a_text_and_not_what_ends_on
 
 
 def test_load_split_of_a_local_copy(tmp_path):
-    for config in ("main", "socratic"):
-        (tmp_path / config).mkdir()
-        for n in range(2):
-            write_jsonl(tmp_path / config / f"train-0000{n}.jsonl", [{"config": config}])
-    rows = load_split("any/name", "train", config="main", local_dir=tmp_path)
-    assert list(rows) == [{"config": "main"}] * 2
-    with pytest.raises(InputError, match=r"no test\*\.parquet"):
-        load_split("any/name", "test", local_dir=tmp_path)
+    """A split in one file is not all in memory. Of a config, and none: tests/rewards/test_rewards.py."""
+    for n in range(2):
+        write_jsonl(tmp_path / f"train-{n}.jsonl", [{"n": n}])
+    assert load_split("any/name", "train", local_dir=tmp_path) == [{"n": 0}, {"n": 1}]
     datasets.Dataset.from_list([{"config": "main"}]).to_parquet(tmp_path / "test.parquet")
-    assert isinstance(load_split("any/name", "test", local_dir=tmp_path), datasets.Dataset)  # not all in memory
+    assert isinstance(load_split("any/name", "test", local_dir=tmp_path), datasets.Dataset)
 
 
-def test_load_dataset_class(tmp_path, tokenizer):
+def test_what_is_no_dataset_class_is_refused(tmp_path):
+    """One that is: tests/scripts/test_grpo.py."""
     code = tmp_path / "mine.py"
     code.write_text(
-        "from lib.data import RLHFDataset\n"
-        "class Mine(RLHFDataset):\n"
-        "    def __getitem__(self, i):\n"
-        "        return {**super().__getitem__(i), 'mine': i}\n"
-        "class Other: pass\n"
-        "import torch.utils.data\n"
-        "class Stream(torch.utils.data.IterableDataset): pass\n"
+        "class Other: pass\nimport torch.utils.data\nclass Stream(torch.utils.data.IterableDataset): pass\n"
     )
-    cls = load_dataset_class(f"{code}:Mine")
-    rows = [make_row("a"), make_row("b")]
-    dataset = cls(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, max_prompt_length=30)
-    loader = make_loader(dataset, 2, rank=0, world_size=1, seed=0, shuffle=False, num_workers=1)
-    assert next(iter(loader))["mine"].tolist() == [0, 1]
     for spec, reason in {
         f"{code}:Other": "not a subclass",
         f"{code}:Stream": "it has no __len__",
@@ -482,17 +445,6 @@ def test_load_dataset_class(tmp_path, tokenizer):
 
 
 # ---- batches ----
-def test_a_batch_is_as_wide_as_its_longest_prompt(tmp_path, tokenizer):
-    rows = [make_row("x" * n) for n in (1, 7, 4)]
-    dataset = dataset_of(tmp_path, rows, tokenizer)
-    items = [dataset[i] for i in range(3)]
-    batch = collate_fn(items)
-    for key in ("input_ids", "attention_mask", "position_ids"):
-        assert torch.equal(batch[key], torch.stack([item[key][-27:] for item in items])), key  # 20 of the template + 7
-    rows = zip(batch["input_ids"], batch["attention_mask"])
-    assert [row[mask.bool()].tolist() for row, mask in rows] == [*batch["raw_prompt_ids"]]
-
-
 def test_collate_never_makes_2d_object_arrays():
     of_both = {"d": {"a": 1}, "s": "x", "a": np.arange(2)}
     batch = collate_fn([{"t": torch.tensor([i, i]), "ids": [i, i], "n": i} | of_both for i in (0, 1)])
@@ -518,26 +470,13 @@ def draw(loader, steps):
     return [next(batches)["row"].tolist() for _ in range(steps)]
 
 
-sizes = {"n": st.integers(1, 40), "per_rank": st.integers(1, 6), "world": st.integers(1, 4)}
-sizes |= {"seed": st.integers(0, 2**40), "shuffle": st.booleans()}
-
-
 @settings(max_examples=60)
-@given(sizes["n"], st.integers(1, 24), sizes["seed"], sizes["shuffle"], st.integers(1, 12))
-def test_each_epoch_of_the_stream_has_each_row_once(n, per_step, seed, shuffle, steps):
-    loader = make_loader(Rows(n), per_step, rank=0, world_size=1, seed=seed, shuffle=shuffle)
-    stream = [row for step in draw(loader, steps) for row in step]
-    for start in range(0, len(stream), n):
-        epoch = stream[start : start + n]
-        assert len(set(epoch)) == len(epoch) and max(epoch) < n
-        assert shuffle or epoch == list(range(n))[: len(epoch)]
-
-
-@settings(max_examples=60)
-@given(**sizes, data=st.data())
-def test_resume_anywhere_and_on_another_world_size(n, per_rank, world, seed, shuffle, data):
+@given(
+    *(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**40), st.booleans()),
+    *(st.integers(0, 10), st.integers(1, 10)),
+)
+def test_resume_anywhere_and_on_another_world_size(n, per_rank, world, seed, shuffle, before, after):
     per_step = per_rank * world
-    before, after = data.draw(st.integers(0, 10)), data.draw(st.integers(1, 10))
     args = {"seed": seed, "shuffle": shuffle}
     whole = draw(make_loader(Rows(n), per_step, rank=0, world_size=1, **args), before + after)
     loader = make_loader(Rows(n), per_step, rank=world - 1, world_size=world, **args)
@@ -553,16 +492,18 @@ def test_resume_anywhere_and_on_another_world_size(n, per_rank, world, seed, shu
         assert [[rest[k % size][s][k // size] for k in range(per_step)] for s in range(after)] == whole[before:]
 
 
-def test_shuffle_depends_on_seed_and_epoch():
+def test_the_order_is_that_of_the_rows_or_depends_on_seed_and_epoch():
+    """Each epoch has each row once: test_mixture.py."""
+    in_order = make_loader(Rows(5), 3, rank=0, world_size=1, seed=0, shuffle=False)
+    assert draw(in_order, 3) == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
     epochs = [draw(make_loader(Rows(50), 50, rank=0, world_size=1, seed=seed), 3) for seed in (0, 1, 1)]
     assert len({tuple(order) for of_seed in epochs for order in of_seed}) == 6 and epochs[1] == epochs[2]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_goes_on_where_another_or_itself_was_left_whatever_was_prefetched(tmp_path, tokenizer, num_workers):
+def test_a_loader_goes_on_where_another_or_itself_was_left_whatever_was_prefetched(tmp_path, tokenizer):
     dataset = dataset_of(tmp_path, [make_row(f"{i}", i) for i in range(10)], tokenizer)
 
-    def loader(workers=num_workers):
+    def loader(workers=2):
         return make_loader(dataset, 4, rank=1, world_size=2, seed=3, num_workers=workers)
 
     def indices(batches, steps):
@@ -579,14 +520,6 @@ def test_a_loader_goes_on_where_another_or_itself_was_left_whatever_was_prefetch
     assert indices(iter(first), 1) == whole[5:6]
 
 
-def test_loader_leaves_the_global_random_state_alone():
-    torch.manual_seed(0), np.random.seed(0), random.seed(0)
-    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    draw(make_loader(Rows(5), 2, rank=0, world_size=1, seed=1, num_workers=1), 4)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.array_equal(np.random.get_state()[1], before[1]) and random.getstate() == before[2]
-
-
 class Drawing(Rows):
     def __getitem__(self, i):
         drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
@@ -594,11 +527,14 @@ class Drawing(Rows):
 
 
 def test_what_a_data_set_draws_depends_on_seed_and_place_alone():
-    """Not on ranks, workers, or how far another process came: a resumed run draws as one that was never stopped."""
+    """Not on ranks, workers, or how far another process came: a resumed run draws as one that was never stopped. The
+    global generators stay as they are."""
 
     def loader(rank=0, world=1, seed=1, workers=0):
         return make_loader(Drawing(5), 4, rank=rank, world_size=world, seed=seed, num_workers=workers)
 
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     whole = draw(loader(), 4)
     assert len({number for step in whole for row in step for number in row}) == 3 * 4 * 4  # also of a row drawn again
     ranks = [draw(loader(rank, 2), 4) for rank in range(2)]
@@ -607,6 +543,8 @@ def test_what_a_data_set_draws_depends_on_seed_and_place_alone():
     resumed.load_state_dict({"position": 4})
     assert draw(resumed, 3) == whole[1:]
     assert draw(loader(seed=2), 1) != whole[:1]
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[2]
+    assert np.array_equal(np.random.get_state()[1], before[1])
 
 
 def test_loader_errors():

@@ -1,5 +1,6 @@
 """--prompt-sampling: which prompts come, by what their responses scored before."""
 
+import json
 from itertools import product
 
 import numpy as np
@@ -41,20 +42,27 @@ def steps_of(prompts, steps: int) -> list[list[int]]:
 
 
 def steps_of_rank(world) -> list[tuple[list[list[int]], dict]]:
-    """Of each way to sample, without and with --train-weights, the steps and the state after them."""
+    """Of each way to sample, without and with --train-weights, the steps and the state after them. Several ranks go on
+    after five of the steps from what the state says."""
     found = []
     for sampling, weights in product(["skip", "variance"], [(), (2, 1)]):
-        prompts = loader(11, 4, sampling, skip_after=1, rank=world.rank, world_size=world.size, weights=weights)
-        found.append((steps_of(prompts, 8), prompts.state_dict()))
+        how = {"skip_after": 1, "rank": world.rank, "world_size": world.size, "weights": weights}
+        begun = prompts = loader(11, 4, sampling, **how)
+        steps = steps_of(begun, 5)
+        if world.size > 1:
+            prompts = loader(11, 4, sampling, **how)
+            prompts.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        found.append((steps + steps_of(prompts, 3), prompts.state_dict()))
     return found
 
 
-def test_two_ranks_take_what_one_takes():
-    """It is the first here, as its ranks must not inherit the process group of the others."""
+def test_two_ranks_take_what_one_takes_also_after_a_resume():
+    """It is the first here, as its ranks must not inherit the process group of the others. A source keeps its share."""
     [alone], ranks = run_ranks(1, steps_of_rank), run_ranks(2, steps_of_rank)
-    for (whole, state), (first, own), (second, other) in zip(alone, *ranks, strict=True):
+    for i, ((whole, state), (first, own), (second, other)) in enumerate(zip(alone, *ranks, strict=True)):
         assert [[a, c, b, d] for (a, b), (c, d) in zip(first, second)] == whole
         assert own == other == state
+        assert i % 2 == 0 or abs(sum(row >= 8 for step in whole for row in step) - 32 / 3) < 4
 
 
 @alone
@@ -113,26 +121,19 @@ def test_variance_draws_no_row_twice_in_a_step_unless_there_are_too_few():
 
 
 @alone
-def test_several_scores_are_compared_one_by_one():
-    """Two rewards (gdpo's reward_keys) whose sum is the same in all responses to row 0."""
-    prompts = loader(2, 2, "skip", skip_after=1)
-    prompts.record_scores([0, 0, 1, 1], [[0.0, 1.0], [1.0, 0.0], [2.0, 1.0], [2.0, 1.0]])
-    assert prompts.batch_sampler.difficulty.variance.tolist() == [0.5, 0]
-    assert prompts.metrics() == {"prompts/seen": 1.0, "prompts/skipped": 0.5}
-
-
-@alone
-def test_scores_that_differ_by_rounding_or_are_missing_are_equal():
-    difficulty = loader(6, 2, "skip").batch_sampler.difficulty
-    nan = float("nan")
-    scores = [[0.1 + 0.2], [0.3], [0.3], [0.31], [1, nan], [1, 2], [1, 0], [nan, 1]]
-    difficulty.record_scores([0, 0, 1, 1, 2, 2, 3, 3], scores)
-    assert difficulty.alike[:4].tolist() == [1, 0, 1, 0]
-    assert difficulty.variance[:4] == pytest.approx([0, 2.5e-5, 0, 0.25], abs=1e-12)
-
-
-@alone
-def test_a_row_of_one_score_and_a_dead_one_tell_nothing():
-    prompts = loader(4, 2, "skip", skip_after=1)
-    record(prompts, {0: [1.0], 1: []})
-    assert prompts.metrics() == {"prompts/seen": 0.0, "prompts/skipped": 0.0}
+def test_what_the_scores_of_a_row_tell():
+    """Several rewards (gdpo's reward_keys) are compared one by one, whatever their sum is."""
+    nan, difficulty = float("nan"), loader(10, 2, "skip").batch_sampler.difficulty
+    for row, scores, alike, variance in (
+        (0, [[0.0, 1.0], [1.0, 0.0]], 0, 0.5),
+        (1, [[2.0, 1.0], [2.0, 1.0]], 1, 0),
+        (2, [[0.1 + 0.2], [0.3]], 1, 0),  # but for rounding
+        (3, [[0.3], [0.31]], 0, 2.5e-5),
+        (4, [[1, nan], [1, 2]], 1, 0),  # a reward that the scorer did not give
+        (5, [[1, 0], [nan, 1]], 0, 0.25),
+        (6, [[1.0]], 0, nan),  # one score
+        (7, [], 0, nan),  # dead
+    ):
+        difficulty.record_scores([row] * len(scores), scores)
+        assert difficulty.alike[row] == alike, row
+        assert difficulty.variance[row] == pytest.approx(variance, abs=1e-12, nan_ok=True), row

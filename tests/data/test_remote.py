@@ -1,18 +1,16 @@
 """Files at URLs: a copy is whole or not there, all ranks have the same one, and what goes wrong is one line.
-The services are a file system of this file and an HTTP server."""
+The services are a folder and an HTTP server."""
 
 import json
 import multiprocessing
-import os
+import re
 import shutil
-import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import fsspec
 import pytest
-from fsspec.spec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from lib import InputError
 from lib.data import remote
@@ -23,32 +21,6 @@ ROWS = (ROOT / "data/toy/val.jsonl").read_bytes()
 FORK = multiprocessing.get_context("fork")
 
 
-class Shop(AbstractFileSystem):
-    """shop://... A test may replace what it does."""
-
-    protocol, cachable = "shop", False
-    files: dict[str, bytes]
-    version: str | None
-    copied: list[str]
-
-    def info(self, path, **_):
-        path = self._strip_protocol(path)
-        if path in self.files:
-            known = {} if self.version is None else {"ETag": self.version}
-            return {"name": path, "type": "file", "size": len(self.files[path]), **known}
-        if any(name.startswith(f"{path}/") for name in self.files):
-            return {"name": path, "type": "directory", "size": 0}
-        raise FileNotFoundError(path)
-
-    def ls(self, path, detail=True, **_):
-        inside = {name.removeprefix(f"{path}/").partition("/")[0] for name in self.files if name.startswith(f"{path}/")}
-        return [self.info(f"{path}/{name}") for name in sorted(inside)]
-
-    def get_file(self, rpath, lpath, **_):
-        self.copied.append(rpath)
-        Path(lpath).write_bytes(self.files[rpath])
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -57,12 +29,20 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def shop(cache, monkeypatch) -> type[Shop]:
-    files = {"b/rows/train.jsonl": ROWS, "b/model/config.json": b"{}", "b/model/model.safetensors": b"weights"}
-    for name, value in {"files": files, "version": "1", "copied": []}.items():
-        monkeypatch.setattr(Shop, name, value, raising=False)
-    fsspec.register_implementation("shop", Shop, clobber=True)
-    return Shop
+def store(cache, tmp_path, monkeypatch) -> SimpleNamespace:
+    """A folder by a URL. copied: the names of files, as they are copied."""
+    files = {"rows/train.jsonl": ROWS, "model/config.json": b"{}", "model/model.safetensors": b"weights"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    found, get_file = SimpleNamespace(url=f"file://{tmp_path}", copied=[]), LocalFileSystem.get_file
+
+    def noting(self, rpath, *args, **how):
+        found.copied.append(Path(rpath).name)
+        get_file(self, rpath, *args, **how)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", noting)
+    return found
 
 
 def in_a_new_process(url: str, **how) -> Path:
@@ -74,16 +54,16 @@ def whole_copies(cache: Path) -> list[Path]:
     return [path for path in cache.glob("*") if path.is_dir() and path.suffix != ".part"]
 
 
-def test_a_file_is_copied_once_and_again_when_it_has_changed(shop, cache):
-    url = "shop://b/rows/train.jsonl"
+def test_a_file_is_copied_once_and_again_when_it_has_changed(store, cache, tmp_path):
+    url = f"{store.url}/rows/train.jsonl"
     copy = in_a_new_process(url)
     assert copy.read_bytes() == ROWS and copy.is_relative_to(cache)
-    assert in_a_new_process(url, weights=False) == copy == in_a_new_process(url) and len(shop.copied) == 1
+    assert in_a_new_process(url, weights=False) == copy == in_a_new_process(url) and len(store.copied) == 1
     assert data_sources_of([(str(copy), [{}])]) == ["train"]  # as of a local file
     assert data_sources_of([(str(copy), [{}]), ("x/train.jsonl", [{}])])[0] == "rows/train"
-    shop.files, shop.version = {"b/rows/train.jsonl": ROWS[::-1]}, "2"
+    (tmp_path / "rows/train.jsonl").write_bytes(ROWS[::-1])
     assert remote.local_copy(url) == str(copy)  # within a run the rows stay
-    assert in_a_new_process(url).read_bytes() == ROWS[::-1] and len(shop.copied) == 2
+    assert in_a_new_process(url).read_bytes() == ROWS[::-1] and len(store.copied) == 2
 
 
 def test_what_is_no_url_stays():
@@ -91,14 +71,17 @@ def test_what_is_no_url_stays():
         assert remote.local_copy(name) == name
 
 
-def test_weights_of_a_folder_are_copied_only_where_they_are_read(shop):
-    shop.files["b/model/global_step_5/optim.pt"] = b"deeper"
-    without = in_a_new_process("shop://b/model", weights=False)
+def test_weights_of_a_folder_are_copied_only_where_they_are_read(store, tmp_path):
+    (tmp_path / "model/global_step_5").mkdir()
+    (tmp_path / "model/global_step_5/optim.pt").touch()
+    without = in_a_new_process(f"{store.url}/model", weights=False)
     assert [path.name for path in without.iterdir()] == ["config.json"] and without.name == "model"
-    whole = Path(remote.local_copy("shop://b/model"))
+    whole = Path(remote.local_copy(f"{store.url}/model"))
     assert {path.name for path in whole.iterdir()} == {"config.json", "model.safetensors"}
-    assert remote.local_copy("shop://b/model", weights=False) == str(whole)  # not a third one
-    assert shop.copied == ["b/model/config.json", "b/model/config.json", "b/model/model.safetensors"]
+    assert remote.local_copy(f"{store.url}/model", weights=False) == str(whole)  # not a third one
+    assert store.copied[0] == "config.json" and sorted(store.copied[1:]) == ["config.json", "model.safetensors"]
+    with one_line("no file in the folder"):
+        remote.local_copy(f"{store.url}/model/global_step_5", weights=False)
 
 
 def raises(error: Exception):
@@ -108,8 +91,12 @@ def raises(error: Exception):
     return act
 
 
+def without_version(self, path, **_):
+    return {"name": path, "type": "file", "size": len(ROWS)}
+
+
 def ends_early(self, rpath, lpath, **_):
-    Path(lpath).write_bytes(self.files[rpath][:1000])
+    Path(lpath).write_bytes(Path(rpath).read_bytes()[:1000])
 
 
 @pytest.mark.parametrize(
@@ -118,20 +105,18 @@ def ends_early(self, rpath, lpath, **_):
         ("info", raises(FileNotFoundError("b/x")), "FileNotFoundError: b/x; check the URL"),
         ("info", raises(ConnectionError("unreachable\nand more")), "ConnectionError: unreachable; check"),
         ("info", raises(ImportError("Install shopfs")), "Install shopfs; install that package"),
-        ("version", None, "no ETag"),
-        ("files", {"b/rows/train.jsonl/deep/x": b""}, "no file in the folder"),
+        ("info", without_version, "no ETag"),
         ("get_file", raises(ConnectionResetError("https://x/y?Signature=hunter22")), "https://x/y?...; check"),
         ("get_file", ends_early, f"1000 of the {len(ROWS)} bytes of train.jsonl came"),
     ],
 )
-def test_what_goes_wrong_is_one_line_and_leaves_no_copy(shop, cache, monkeypatch, what, act, message):
-    with monkeypatch.context() as broken, pytest.raises(InputError) as error:
-        broken.setattr(shop, what, act)
-        remote.local_copy("shop://b/rows/train.jsonl")
-    text = str(error.value)
-    assert text.startswith("shop://b/rows/train.jsonl: ") and message in text and "\n" not in text
+def test_what_goes_wrong_is_one_line_and_leaves_no_copy(store, cache, monkeypatch, what, act, message):
+    url = f"{store.url}/rows/train.jsonl"
+    with monkeypatch.context() as broken, one_line(f"^{re.escape(url)}: .*{re.escape(message)}"):
+        broken.setattr(LocalFileSystem, what, act)
+        remote.local_copy(url)
     assert not whole_copies(cache) and not remote.copies
-    assert in_a_new_process("shop://b/rows/train.jsonl").read_bytes() == ROWS  # the next start
+    assert in_a_new_process(url).read_bytes() == ROWS  # the next start
 
 
 @pytest.mark.parametrize(
@@ -147,34 +132,34 @@ def test_a_missing_package_is_named(cache, url, message):
         remote.local_copy(url)
 
 
-def test_a_copy_that_was_killed_in_the_middle_is_made_anew(shop, cache, monkeypatch):
-    begun = FORK.Event()
+def test_a_copy_that_was_killed_in_the_middle_is_made_anew(store, cache, monkeypatch):
+    begun, url = FORK.Event(), f"{store.url}/rows/train.jsonl"
 
-    def halfway(self, rpath, lpath, **_):
-        Path(lpath).write_bytes(self.files[rpath][:1000])
+    def halfway(*paths, **how):
+        ends_early(*paths, **how)
         begun.set()
         threading.Event().wait()
 
     with monkeypatch.context() as slow:
-        slow.setattr(shop, "get_file", halfway)
-        process = FORK.Process(target=remote.local_copy, args=("shop://b/rows/train.jsonl",))
+        slow.setattr(LocalFileSystem, "get_file", halfway)
+        process = FORK.Process(target=remote.local_copy, args=(url,))
         process.start()
         assert begun.wait(60)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join()
     assert len(list(cache.glob("*.part"))) == 1
-    assert in_a_new_process("shop://b/rows/train.jsonl").read_bytes() == ROWS
+    assert in_a_new_process(url).read_bytes() == ROWS
     assert not list(cache.glob("*.part"))
 
 
-def test_a_full_or_unwritable_cache_is_one_line(shop, cache):
+def test_a_full_or_unwritable_cache_is_one_line(store, cache):
     with full_disk(100), pytest.raises(InputError, match=r"cannot be copied to .*; make room, or set HF_HOME"):
-        remote.local_copy("shop://b/rows/train.jsonl")
+        remote.local_copy(f"{store.url}/rows/train.jsonl")
     assert not whole_copies(cache)
     shutil.rmtree(cache)
     cache.write_text("a file")
     with pytest.raises(InputError, match=r"cannot be copied to .*File exists.*set HF_HOME"):
-        remote.local_copy("shop://b/rows/train.jsonl")
+        remote.local_copy(f"{store.url}/rows/train.jsonl")
 
 
 # ---- HTTP ----------------------------------------------------------------------------------------

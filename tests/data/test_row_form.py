@@ -72,20 +72,18 @@ ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 ASKED += [{"role": "assistant", "content": "2"}, {"role": "user", "content": " 3+4\n"}]
 
 
-@pytest.mark.parametrize(
-    "body, incomplete",
-    [
-        ("{{ m.content[:2] }}", None),
-        ("{% if m.role != 'user' %}{{ m.content }}{% endif %}", None),
-        ("{% if loop.first %}{{ m.content }}{% endif %}", None),
-        ("{# nothing #}<user>", None),
-        ("{{ m.content | trim | replace('+', ' ') | upper }}", 0),
-        ("{% if m.content is string %}{{ m.content }}{% endif %}", 0),
-        ("{% if loop.last %}{{ m.content }}{% endif %}", 2),
-        ("{% if m.role == 'user' %}{{ m.content }}{% endif %}", 2),
-        ("{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}", 0),
-    ],
-)
+SHOWN = {  # of each message: how many rows' prompts are incomplete, or None: a question is left out
+    "{{ m.content[:2] }}": None,
+    "{% if loop.first %}{{ m.content }}{% endif %}": None,
+    "{# nothing #}<user>": None,
+    "{{ m.content | trim | replace('+', ' ') | upper }}": 0,
+    "{% if loop.last %}{{ m.content }}{% endif %}": 2,
+    "{% if m.role == 'user' %}{{ m.content }}{% endif %}": 2,
+    "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}": 0,
+}
+
+
+@pytest.mark.parametrize(("body", "incomplete"), SHOWN.items())
 def test_a_chat_template_writes_the_question(body, incomplete, tmp_path):
     """Else all prompts are the same. Other messages may be left out, which is counted."""
     tokenizer = make_tokenizer(template=f"{{% for m in messages %}}<user>{body}{{% endfor %}}")
@@ -109,18 +107,15 @@ def test_files_of_one_name_are_two_data_sources(tmp_path):
     assert RLHFDataset(files[:1], make_tokenizer(), **form).data_sources == {"train"}
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{question", "expected '}'"),
-        ("Answer:", "names no column"),
-        ("{0}", "must be the name of a column"),
-        ("{question:>9999999999}", "must be the name of a column"),
-    ],
-)
-def test_a_template_is_text_and_names(template, reason):
-    with pytest.raises(InputError, match=reason):
-        template_fields(template)
+def test_a_template_is_text_and_names():
+    for template, reason in {
+        "{question": "expected '}'",
+        "Answer:": "names no column",
+        "{0}": "must be the name of a column",
+        "{question:>9999999999}": "must be the name of a column",
+    }.items():
+        with pytest.raises(InputError, match=reason):
+            template_fields(template)
 
 
 @given(st.text(), st.text())
@@ -162,13 +157,14 @@ def test_columns_have_any_name_and_none_is_lost(write, tmp_path):
 
 
 @jsonl_and_parquet
-@pytest.mark.parametrize("name", ["prompt", "answer", "data_source", "extra_info", "images", "videos"])
-def test_a_column_that_no_row_has_is_named_with_those_that_are_there(name, write, tmp_path):
-    column = {"images": [], "videos": [], "extra_info": {"index": 1}}.get(name, "x")
-    good = write(tmp_path / f"a.{write.__name__[6:]}", [OTHER | {"absent": column}])
+def test_a_column_that_no_row_has_is_named_with_those_that_are_there(write, tmp_path):
+    """Each of --columns, though another file has it."""
+    good = write(tmp_path / f"a.{write.__name__[6:]}", [OTHER | {"absent": "x"}])
     file = write(tmp_path / f"b.{write.__name__[6:]}", [OTHER])
-    said = error_of([good, file], make_tokenizer(), max_prompt_length=60, columns={"prompt": "q"} | {name: "absent"})
-    assert said.startswith(f"{file}") and said.endswith(": no column 'absent'; it has q, a, source, meta")
+    for name in ("prompt", "answer", "data_source", "videos"):
+        columns = {"prompt": "q"} | {name: "absent"}
+        said = error_of([good, file], make_tokenizer(), max_prompt_length=60, columns=columns)
+        assert said.startswith(f"{file}") and said.endswith(": no column 'absent'; it has q, a, source, meta")
 
 
 @pytest.mark.parametrize(

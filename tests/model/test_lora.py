@@ -31,22 +31,12 @@ LORA = {"rank": 4, "alpha": 8, "seed": 3}
 MOE = {"cls": Qwen3MoeForCausalLM, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
-def lora_model(world, path, *, random_b=True, shard=True, target_modules="all-linear", **options):
+def log_probs_and_gradients(world, path, target_modules, checkpointing):
     torch.manual_seed(100 + world.rank)  # the adapters must not depend on it
-    model = load_model(path, dtype=torch.float64, **options)
-    add_lora(model, **LORA, target_modules=target_modules)
-    if random_b:
-        randomize_lora_b(model)
-    return shard_model(model, make_mesh(world), torch.float64) if shard else model
-
-
-def adapters(model):
-    return {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def log_probs_and_gradients(world, path, options):
-    model = lora_model(world, path, **options)
-    weights = adapters(model)
+    model = load_model(path, dtype=torch.float64, gradient_checkpointing=checkpointing)
+    randomize_lora_b(add_lora(model, **LORA, target_modules=target_modules))
+    model = shard_model(model, make_mesh(world), torch.float64)
+    weights = {name: full_tensor(p.detach()).clone() for name, p in model.named_parameters() if p.requires_grad}
     batch = rollout_batch(PROMPTS, RESPONSES)
     mine = list(range(world.rank, len(batch), world.size))
     log_probs, entropy = response_log_probs(model, batch[mine], 0.8)
@@ -61,20 +51,23 @@ def log_probs_and_gradients(world, path, options):
     return weights, log_probs.detach(), gradients
 
 
-@pytest.mark.parametrize(
-    ("size", "options"), [(2, {}), (1, {"gradient_checkpointing": True, "target_modules": r".*\.(q|down)_proj"})]
-)
-def test_log_probs_and_gradients_are_those_of_peft_and_of_the_base_when_off(tmp_path, size, options):
+@pytest.mark.parametrize(("size", "target_modules"), [(2, "all-linear"), (1, r".*\.(q|down)_proj")])
+def test_log_probs_and_gradients_are_those_of_peft_and_of_the_base_when_off(tmp_path, size, target_modules):
     """Every adapter has a gradient and nothing else has; switched off, the model is the one that was loaded, bit for
-    bit, and switched on again it is what it was. 1e-9: fp64 sums in another order."""
+    bit, and switched on again it is what it was. 1e-9: fp64 sums in another order. On one rank with checkpointing."""
     path = save_tiny(tmp_path)
     batch = rollout_batch(PROMPTS, RESPONSES)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=options.get("target_modules", "all-linear"))
+    start = dict(
+        add_lora(load_model(path, dtype=torch.float64), **LORA, target_modules=target_modules).named_parameters()
+    )
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=target_modules)
     peft = get_peft_model(load_model(path, dtype=torch.float64), config)
-    for rank, (weights, log_probs, gradients) in enumerate(run_ranks(size, log_probs_and_gradients, path, options)):
+    results = run_ranks(size, log_probs_and_gradients, path, target_modules, size == 1)
+    for rank, (weights, log_probs, gradients) in enumerate(results):
+        assert all(torch.equal(w, start[name]) for name, w in weights.items() if ".lora_A." in name)
         names = {"base_model.model." + name: w for name, w in weights.items()}
         assert names.keys() == {name for name, p in peft.named_parameters() if p.requires_grad}
-        assert len(names) == (28 if "target_modules" not in options else 8)  # A and B of 7 or 2 in 2 layers
+        assert len(names) == (28 if size == 2 else 8)  # A and B of 7 or 2 in 2 layers
         peft.load_state_dict(names, strict=False)
         peft.zero_grad()
         expected, entropy = response_log_probs(peft.get_base_model(), batch, 0.8)
@@ -88,72 +81,44 @@ def test_log_probs_and_gradients_are_those_of_peft_and_of_the_base_when_off(tmp_
                 assert ours.count_nonzero() > 0
 
 
-def start(world, path):
-    model = lora_model(world, path, random_b=False)
+def test_adapters_start_differently_and_change_nothing(tmp_path):
+    path, batch = save_tiny(tmp_path), rollout_batch(PROMPTS, RESPONSES)
+    model, base = add_lora(load_model(path), **LORA), load_model(path)
     with torch.no_grad():
-        return adapters(model), response_log_probs(model, rollout_batch(PROMPTS, RESPONSES), 1.0)[0]
-
-
-def test_adapters_start_alike_on_every_rank_and_change_nothing(tmp_path):
-    path = save_tiny(tmp_path)
-    with torch.no_grad():
-        base = response_log_probs(load_model(path, dtype=torch.float64), rollout_batch(PROMPTS, RESPONSES), 1.0)[0]
-    (one, a), *others = run_ranks(1, start, path) + run_ranks(2, start, path)
-    for two, b in others:
-        assert torch.equal(a, base) and torch.equal(b, base)
-        assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
-    assert all((w.count_nonzero() > 0) == (".lora_A." in name) for name, w in one.items())
-    drawn = [w for name, w in one.items() if ".lora_A." in name]
+        assert torch.equal(response_log_probs(model, batch, 1.0)[0], response_log_probs(base, batch, 1.0)[0])
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all((p.count_nonzero() > 0) == (".lora_A." in name) for name, p in adapters.items())
+    drawn = [p for name, p in adapters.items() if ".lora_A." in name]
     assert not any(torch.equal(a, b) for a, b in combinations(drawn, 2))
 
 
 # ---- precision -----------------------------------------------------------------------------------
-def bf16_base(world, path, reference_first):
-    model = load_model(path, dtype=torch.bfloat16)
-    add_lora(model, **LORA)
-    randomize_lora_b(model)
-    model = shard_model(model, make_mesh(world), torch.bfloat16)
-    batch = rollout_batch(PROMPTS, RESPONSES)
-    if reference_first:
-        with torch.no_grad(), without_adapters(model):
-            response_log_probs(model, batch, 1.0)
-    parameters = trainable_parameters(model)
-    log_probs = response_log_probs(model, batch, 1.0)[0]
-    log_probs.sum().backward()
-    kinds = {p.dtype for p in parameters}, {p.grad.dtype for p in parameters}
-    return kinds, {p.dtype for p in model.parameters()}, [full_tensor(p.grad) for p in parameters]
+def bf16_base(world, path):
+    """The gradients of adapters on bf16 weights, without and with a forward of the reference before."""
+    found = []
+    for reference_first in (False, True):
+        model = load_model(path, dtype=torch.bfloat16)
+        randomize_lora_b(add_lora(model, **LORA))
+        model, batch = shard_model(model, make_mesh(world), torch.bfloat16), rollout_batch(PROMPTS, RESPONSES)
+        if reference_first:
+            with torch.no_grad(), without_adapters(model):
+                response_log_probs(model, batch, 1.0)
+        response_log_probs(model, batch, 1.0)[0].sum().backward()
+        parameters = trainable_parameters(model)
+        assert {p.dtype for p in parameters} == {p.grad.dtype for p in parameters} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
+        found.append([full_tensor(p.grad) for p in parameters])
+    return found
 
 
 def test_adapters_and_their_gradients_are_fp32_on_frozen_bf16_weights(tmp_path):
     """Also where the first forward is the reference's: FSDP settles then in which dtype it adds up gradients."""
-    path = save_tiny(tmp_path)
-    results = [run_ranks(2, bf16_base, path, first)[0] for first in (False, True)]
-    for kinds, dtypes, _ in results:
-        assert kinds == ({torch.float32}, {torch.float32}) and dtypes == {torch.float32, torch.bfloat16}
-    assert all(torch.equal(a, b) for a, b in zip(results[0][2], results[1][2], strict=True))
+    plain, with_reference = run_ranks(2, bf16_base, save_tiny(tmp_path))[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain, with_reference, strict=True))
 
 
 # ---- frozen parts --------------------------------------------------------------------------------
-def train_parts(world, path, pattern):
-    model = load_model(path, dtype=torch.float64)
-    if pattern:
-        freeze(model, pattern)
-    model = shard_model(model, make_mesh(world), torch.float64)
-    response_log_probs(model, rollout_batch(PROMPTS, RESPONSES), 1.0)[0].sum().backward()
-    return {name: full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_frozen_parts_have_no_gradient_and_change_no_other(tmp_path):
-    """1e-9: fp64 sums in another order."""
-    path = save_tiny(tmp_path, tied=False)
-    patterns = [r"model\.embed_tokens\.weight", r"model\.layers\.0\..*|model\.norm\.weight"]
-    whole, *parts = run_ranks(2, lambda world: [train_parts(world, path, part) for part in ("", *patterns)])[0]
-    for pattern, part in zip(patterns, parts, strict=True):
-        assert part.keys() == {name for name in whole if not re.fullmatch(pattern, name)} and len(part) < len(whole)
-        for name in part:
-            torch.testing.assert_close(part[name], whole[name], rtol=1e-9, atol=1e-10)
-
-
+# whose gradients: tests/planner/test_memory.py, test_vision.py, and tests/distributed/test_compute_copy.py
 @pytest.mark.parametrize(("pattern", "which"), [("embed_tokens", "none"), (".*", "all")])
 def test_a_pattern_that_freezes_nothing_or_everything_is_refused(tmp_path, pattern, which):
     with pytest.raises(InputError, match=f"matches {which} of the model's parameters"):

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -172,19 +173,38 @@ def batch_of_groups():
     return batch
 
 
+def plain(path: str):
+    """transformers' own model, in fp64."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
+
+
+def sequences_of(batch: DataProto):
+    """(row, flat index of the first response token, ids, trained) of each sequence; trained: of its response tokens."""
+    names = ("input_ids", "attention_mask", "position_ids", "response_mask")
+    ids, attention, positions, trained = (batch.batch[name] for name in names)
+    P = ids.shape[1] - trained.shape[1]
+    for row in range(len(ids)):
+        columns = attention[row].nonzero()[:, 0].tolist()
+        starts = [c for c in columns if positions[row, c] == 0]
+        for start, end in zip(starts, [*starts[1:], columns[-1] + 1]):
+            begin = max(start, P)
+            yield row, begin - P, ids[row, start:end].tolist(), trained[row, begin - P : end - P].bool().tolist()
+
+
 def logits_of_rows(model, batch):
-    """((row, column), the token there, the logits (V,) that predict it) of each trained token, by each row alone."""
-    mask = batch.batch["response_mask"]
-    for i in range(len(batch)):
-        attended = batch.batch["attention_mask"][i].bool()
-        ids, first = batch.batch["input_ids"][i][attended], int(attended[: -mask.shape[1]].sum())
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        for t in mask[i].nonzero()[:, 0].tolist():
-            yield (i, t), ids[first + t], logits[first + t - 1]
+    """((row, column), the token there, the logits (V,) that predict it) of each trained token, by sequences alone."""
+    for row, begin, ids, trained in sequences_of(batch):
+        logits, first = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], len(ids) - len(trained)
+        for t, is_trained in enumerate(trained):
+            if is_trained:
+                yield (row, begin + t), ids[first + t], logits[first + t - 1]
 
 
 def alone(model, batch):
-    """Log-probs and entropies (2, B, T), by rows alone."""
+    """Log-probs and entropies (2, B, T), by sequences alone."""
     results = torch.zeros(2, *batch.batch["response_mask"].shape, dtype=torch.float64)
     for at, token, logits in logits_of_rows(model, batch):
         log_p = logits.double().log_softmax(-1)
@@ -195,7 +215,7 @@ def alone(model, batch):
 def with_gradient(model, forward):
     """The results of `forward`, and the gradient of a random combination of them, as one vector."""
     model.zero_grad()
-    results = torch.stack(forward()).double()
+    results = torch.stack([*forward()]).double()
     weights = torch.randn(results.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (results * weights).sum().backward()
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
@@ -206,14 +226,11 @@ def measure(family: str, folder) -> tuple[PreTrainedModel, dict[str, list[float]
     """The model, and for each layout (largest difference from rows alone in nats, that of the gradient over its norm);
     for a model with states also what a packed row would be off without `sequence_rows`."""
     path, batch = save(family, folder), batch_of_groups()
-    model = load(path)
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
-    if plain._can_set_experts_implementation():
-        plain.set_experts_implementation("eager")
-    expected, gradient = with_gradient(plain, lambda: alone(plain, batch).unbind())
+    model, theirs = load(path), plain(path)
+    expected, gradient = with_gradient(theirs, partial(alone, theirs, batch))
     off = {}
     for name, options in {"packed": {"share_prompts": False}, "shared": {}, "padded": {"padding_free": False}}.items():
-        ours, own = with_gradient(model, lambda options=options: response_log_probs(model, batch, 1.0, **options))
+        ours, own = with_gradient(model, partial(response_log_probs, model, batch, 1.0, **options))
         off[name] = [float((ours - expected).abs().max()), float((own - gradient).norm() / gradient.norm())]
     if model.takes_rows:
         model.takes_rows = False

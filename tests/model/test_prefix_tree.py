@@ -1,5 +1,6 @@
 """Shared prefixes change no result: rows of several sequences against each sequence alone in float64, on every path of
-attention. The trees come from few tokens, so that random sequences begin alike in every way."""
+attention. The trees come from few tokens, so that random sequences begin alike in every way. Over ranks:
+test_sequence_parallel.py and test_tensor_parallel.py."""
 
 from functools import partial
 from itertools import accumulate
@@ -12,12 +13,11 @@ from hypothesis import strategies as st
 from lib.data import prefix_tree, prepare_dynamic_batch
 from lib.data.micro_batches import prompt_groups
 from lib.data_proto import DataProto
-from lib.distributed import Mean, full_tensor, make_mesh, make_row_group, shard_model
-from lib.model import ForwardConfig, load_model, response_log_probs
-from lib.model.trained import Policy
-from lib.sampling import Sampling
-from tests.common import float64_norms, run_ranks, save_tiny
-from tests.model.test_models import load, save, with_gradient
+from lib.distributed import Mean
+from lib.model import load_model, response_log_probs
+from lib.model.flops import UpdateFlops
+from tests.common import float64_norms, save_tiny
+from tests.model.test_models import alone, load, save, sequences_of, with_gradient
 from tests.model.test_varlen import cpu_kernels
 
 Row = tuple[list[int], list[list[int]], list[int]]  # prompt, segments (the first goes on from the prompt), masks
@@ -41,33 +41,6 @@ def batch_of(rows: list[Row]) -> DataProto:
     return DataProto.from_dict(
         tensors | {"prompts": tensors["input_ids"][:, :P], "responses": tensors["input_ids"][:, P:]}
     )
-
-
-def sequences_of(batch: DataProto):
-    """(row, flat index of the first response token, ids, trained) of each sequence; trained: of its response tokens."""
-    ids, attention, positions, trained = (
-        batch.batch[n] for n in ("input_ids", "attention_mask", "position_ids", "response_mask")
-    )
-    P = ids.shape[1] - trained.shape[1]
-    for row in range(len(ids)):
-        columns = attention[row].nonzero()[:, 0].tolist()
-        starts = [c for c in columns if positions[row, c] == 0]
-        for start, end in zip(starts, [*starts[1:], columns[-1] + 1]):
-            begin = max(start, P)
-            yield row, begin - P, ids[row, start:end].tolist(), trained[row, begin - P : end - P].bool().tolist()
-
-
-def separately(model, batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies (B, T), each sequence computed alone."""
-    results = torch.zeros(2, *batch.batch["responses"].shape, dtype=torch.float64)
-    for row, begin, ids, trained in sequences_of(batch):
-        log_p = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-        first = len(ids) - len(trained)
-        for t, is_trained in enumerate(trained):
-            if is_trained:
-                at = log_p[first + t - 1]
-                results[0, row, begin + t], results[1, row, begin + t] = at[ids[first + t]], -(at.exp() * at).sum()
-    return results.unbind()
 
 
 def assert_equal(got, expected, tolerance=1e-9):
@@ -138,7 +111,7 @@ def test_any_tree_gives_what_each_sequence_gives_alone(model, rows, min_shared):
     """And computes each token of the trie once, if it shares runs of any length."""
     batch = batch_of(rows)
     assume(batch.batch["response_mask"].any())
-    expected = with_gradient(model, partial(separately, model, batch))
+    expected = with_gradient(model, partial(alone, model, batch))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lib.data.micro_batches.MIN_SHARED", min_shared)
         tree, needed = prefix_tree(batch), len(needed_prefixes(batch))
@@ -166,47 +139,7 @@ def test_every_kind_of_layer_takes_the_tree(tmp_path, family, attention):
     with cpu_kernels():
         shared = with_gradient(model, partial(response_log_probs, model, batch, 1.0))
     model.set_attn_implementation("sdpa")
-    assert_equal(shared, with_gradient(model, partial(separately, model, batch)), 1e-5)
-
-
-def test_branches_compute_the_beginning_that_they_are_given_once(model):
-    """A row that trains all its tokens, and branches of it, which train what follows the beginning that they share."""
-    prompt, trunk, other = [5, 6, 7], [*range(10, 40)], [*range(50, 70)]
-    whole = [trunk + tail for tail in ([41, 42, 43], [44, 45], [*other, 46], [*other, 47, 48])]
-    rows = [row(prompt, [(ids[:n], 0), (ids[n:], 1)]) for ids, n in zip(whole, (0, 30, 30, 50))]
-    batch = batch_of(rows)
-    expected = with_gradient(model, partial(separately, model, batch))
-    assert_equal(with_gradient(model, partial(response_log_probs, model, batch, 1.0)), expected)
-    assert sum(prefix_tree(batch).lengths) == 3 + 30 + 20 + (3 + 2 + 1 + 2) - 4  # no last token predicts one
-    batch.batch["response_mask"][:, 0] = 1
-    # of responses as they are sampled none is shared
-    assert sum(prefix_tree(batch).lengths) == 3 + 33 + 32 + 51 + 52 - 4
-
-
-def over_two_ranks(world, path: str, options: dict, tensor: int):
-    """Log-probs of this rank's rows in micro-batches, and the gradient of one. The second rank has one row."""
-    batch = batch_of(FORKS)[[[0, 1, 3, 4], [2]][world.rank]]
-    mesh = make_mesh(world, tensor_parallel=tensor)
-    model = shard_model(float64_norms(load_model(path, dtype=torch.float64, **options)), mesh, torch.float64)
-    with cpu_kernels():
-        group = make_row_group(world, mesh, 1 if tensor > 1 else 2)
-        log_probs = response_log_probs(model, batch, 1.0, row_group=group)[0]
-        (log_probs.square().sum() * world.size).backward()
-    return log_probs.detach(), torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize(
-    ("options", "tensor"), [({}, 1), ({"attn_implementation": "varlen"}, 1), ({}, 2)], ids=["sdpa", "varlen", "tensor"]
-)
-def test_ranks_that_share_their_rows_share_prefixes(tmp_path, options, tensor):
-    path = save_tiny(tmp_path, num_key_value_heads=2)
-    model, batch = float64_norms(load_model(path, dtype=torch.float64)), batch_of(FORKS)
-    model.zero_grad()
-    expected = separately(model, batch)[0]
-    expected.square().sum().backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-    for (own, got), rows in zip(run_ranks(2, over_two_ranks, path, options, tensor), ([0, 1, 3, 4], [2]), strict=True):
-        assert_equal((own, got), (expected[rows].detach(), gradient))
+    assert_equal(shared, with_gradient(model, partial(alone, model, batch)), 1e-5)
 
 
 @settings(max_examples=20)
@@ -222,17 +155,13 @@ def test_a_micro_batch_counts_the_tokens_of_its_tree(world, rows, max_tokens):
     assert begun or all(size <= max_tokens or len(micro) == 1 for size, micro in zip(sizes, micro_batches))
 
 
-def test_a_step_reports_the_tokens_that_it_saves(world, tmp_path):
+def test_a_step_reports_the_tokens_that_it_saves(tmp_path):
     module, batch = load_model(save_tiny(tmp_path)), batch_of(FORKS)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    forward = ForwardConfig(1000, Sampling(8), None, torch.float32)
-    actor = Policy("actor", module, optimizer, scheduler, world, forward, 1.0, False)
-    parts = [batch[[0]], batch[[1, 2, 3, 4]]]
+    computed, parts = UpdateFlops(module), [batch[[0]], batch[[1, 2, 3, 4]]]
     for micro in parts:
-        actor.backward(actor.log_probs(micro)[0].sum())
+        response_log_probs(module, micro, 1.0)
+        computed.count(micro, None)
     tokens = sum(len(needed_prefixes(micro)) for micro in parts)
-    whole = (20 + 19 + 17 + 4) + (20 + 19 + 17 + 8) + (20 + 2) + (20 + 1) + (23 + 18) + (23 + 8) + (23 + 19 + 4)
-    whole += (20 + 23) + (20 + 23) + (23 + 18)
+    whole = sum(prefix_tree(batch, share=False).lengths)
     name = "perf/shared_prefix_tokens_share"
-    assert actor.step()[name] == Mean(whole - tokens, whole) and actor.step()[name] == Mean(0, 0)
+    assert computed.end()[name] == Mean(whole - tokens, whole) and computed.end()[name] == Mean(0, 0)

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 import grpo
 from agent import BaseInteraction, MultiTurn, make_episodes
@@ -30,7 +29,7 @@ from lib.args import MultiTurnArgs
 from lib.distributed import full_tensor, make_mesh, make_row_group, reduce_metrics, shard_model
 from lib.model import add_lora, batched_log_probs, check_routing_replay, load_model, load_tokenizer, response_log_probs
 from lib.model.routing import ROUTERS, ROUTES, RoutingMetrics, chosen_experts, routes_column
-from lib.rollout import Generated, HFEngine, Rollouts, make_engine
+from lib.rollout import Generated, Rollouts, make_engine
 from lib.sampling import Sampling
 from servers.client import answered
 from servers.engine import ServerEngine
@@ -48,7 +47,7 @@ from tests.common import (
     skip_without_vllm,
     with_slow,
 )
-from tests.model.test_models import alone, batch_of_groups, load, save, with_gradient
+from tests.model.test_models import alone, batch_of_groups, load, plain, save, with_gradient
 
 MODEL = str(ROOT / "data/toy_moe/model")
 MOE = ["--model", MODEL]
@@ -126,11 +125,11 @@ def test_replay_is_the_slow_loop_in_every_layout(tmp_path, kind):
     [router, *_] = model.routers
     own = torch.stack(response_log_probs(model, batch, 1.0)).detach()
     batch.non_tensor_batch[ROUTES] = random_routes(batch, len(model.routers), router.num_experts, router.top_k)
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
-    expected, gradient = with_gradient(plain, lambda: slow_loop(plain, kind, batch).unbind())
+    theirs = plain(path)
+    expected, gradient = with_gradient(theirs, partial(slow_loop, theirs, kind, batch))
     assert (expected - own).abs().max() > 1
     for options in ({}, {"share_prompts": False}, {"padding_free": False}):
-        ours, of_ours = with_gradient(model, lambda options=options: response_log_probs(model, batch, 1.0, **options))
+        ours, of_ours = with_gradient(model, partial(response_log_probs, model, batch, 1.0, **options))
         assert (ours - expected).abs().max() < 1e-4
         assert (of_ours - gradient).norm() < 1e-5 * gradient.norm()
         assert router.weight.grad.norm() > 1e-3  # the gate learns, from the experts' weights
@@ -246,22 +245,6 @@ def test_sharded_and_parallel_ranks_replay_as_one(tmp_path, ranks, split, kind):
 
 
 # ---- the engines ---------------------------------------------------------------------------------
-def test_the_hf_engine_records_what_each_token_took(tmp_path):
-    """Against the row alone: the two choose alike, for no scores are equal to 1e-6."""
-    model = load_model(MODEL)
-    engine = HFEngine(model, load_tokenizer(MODEL))
-    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 11], [5, 6, 7]]
-    sample = partial(engine._sample, prompts, [None] * 3, Sampling(8), [1, 2, 3], [8, 5, 2])
-    assert all(row.routed_experts is None for row in sample())
-    engine.route_layers = model.route_layers
-    rows = sample()
-    assert len({len(row.token_ids) for row in rows}) > 1
-    for prompt, row in zip(prompts, rows):
-        model(input_ids=torch.tensor([[*prompt, *row.token_ids[:-1]]]))
-        assert row.routed_experts.shape == (len(prompt) + len(row.token_ids) - 1, 2, 2)
-        assert torch.equal(row.routed_experts.sort(-1).values, chosen_experts(model).sort(-1).values)
-
-
 @pytest.mark.parametrize("stop", [(), ("87",)])
 def test_routes_come_from_a_server_and_survive_a_sync(stop):
     """A line as servers/batches.py writes it, of vLLM's own classes and its encoding. vLLM on a CPU has no routes to
@@ -371,29 +354,11 @@ def mixture(world):
     return model, make_engine("hf", model, load_tokenizer(MODEL), folder=None, returns_routes=True, **sizes)
 
 
-def routes_of_requests(engine, monkeypatch) -> dict[int, list]:
-    """(tokens, routes) of each request of each episode that is played from now on, as they leave the engine."""
-    asked, found, submit, step = {}, {}, engine.submit, engine.step
-
-    def noting_submit(name, ids, *args):
-        asked[name] = [*ids]
-        submit(name, ids, *args)
-
-    def noting_step():
-        done = step()
-        for name, row in done.items():
-            found.setdefault(int(name.split("-")[1]), []).append((asked[name] + row.token_ids, row.routed_experts))
-        return done
-
-    monkeypatch.setattr(engine, "submit", noting_submit)
-    monkeypatch.setattr(engine, "step", noting_step)
-    return found
-
-
 @pytest.mark.parametrize("kind", ["tools", "compaction", "agent"])
-def test_episodes_are_trained_with_the_experts_that_the_engine_took(mixture, monkeypatch, kind):
+def test_episodes_are_trained_with_the_experts_that_the_engine_took(mixture, kind):
     """Float32. With equal weights the router would take the same experts, as no scores are equal to 1e-6; with other
-    weights the trainer still takes those of the engine. In the first row nothing is sampled, and nothing is known."""
+    weights the trainer still takes those of the engine. In the first row nothing is sampled, and nothing is known; in
+    the others only the last token of a sequence is not."""
     model, engine = mixture
     limits = {"compact_at": 48, "compact_prompt": "sum"} if kind == "compaction" else {}
     limits = MultiTurnArgs(max_turn_tokens=12, max_turns=4, **limits)
@@ -411,25 +376,13 @@ def test_episodes_are_trained_with_the_experts_that_the_engine_took(mixture, mon
         plays = Agent(partial(call_function, agent), 60.0, "auto", Sampling(300))
         how = replace(how, tools={}, interaction=None, agent=plays)
     prompts = prompts_of(how, 4, interaction_kwargs=[{"broken": i == 0} for i in range(4)])
-    found = routes_of_requests(engine, monkeypatch)
     out = make_episodes(engine, how).generate(prompts, Sampling(300), [1, 2, 3, 4])
 
-    column = out.non_tensor_batch[ROUTES]
+    column, segments = out.non_tensor_batch[ROUTES], [segments_of(out, i) for i in range(1, 4)]
     assert column[0].shape == (0, 2, 2) and not out.batch["response_mask"][0].any()
-    segments = 0
-    for i, (_, requests) in enumerate(sorted(found.items()), 1):
-        prompt, at = len(prompts.non_tensor_batch["raw_prompt_ids"][i]), 0
-        for (start, _), (ids, _) in zip(out.non_tensor_batch["segments"][i], segments_of(out, i), strict=True):
-            at = 0 if start == 0 and len(ids) > prompt else prompt + start
-            expected = {}
-            for tokens, routes in requests:
-                if ids[: len(tokens)] == tokens:
-                    expected = dict(enumerate(routes.sort(-1).values.tolist())) | expected
-            assert sorted(expected) == [*range(len(ids) - 1)]
-            assert column[i][at : at + len(ids) - 1].sort(-1).values.tolist() == [*expected.values()]
-            assert (column[i][at + len(ids) - 1 :][:1] == -1).all()  # of the last token
-            segments += 1
-    assert segments == 3 if kind == "tools" else segments > 5
+    known = [int((own >= 0).all(-1).all(-1).sum()) for own in column[1:]]
+    assert known == [sum(len(ids) - 1 for ids, _ in own) for own in segments]
+    assert sum(map(len, segments)) == 3 if kind == "tools" else sum(map(len, segments)) > 5
     assert kind != "tools" or any(own.get("tool_calls") for own in out.non_tensor_batch["agent_metrics"])
 
     other = load_model(MODEL)
@@ -460,28 +413,22 @@ def test_a_rank_whose_episodes_were_all_out_of_time_has_the_column_too(mixture):
 
 
 # ---- runs ----------------------------------------------------------------------------------------
-TURNS = ["--multi-turn.interaction", f"{__file__}:Asks", "--multi-turn.max-turn-tokens", "12"]
-TURNS += ["--max-response-length", "64"]
-
-
-@pytest.mark.parametrize(("ranks", "turns"), [pytest.param(1, [], marks=pytest.mark.slow), (2, TURNS)])
-def test_a_run_with_r3_replays_its_record(tmp_path, ranks, turns):
+def test_a_run_with_r3_replays_its_record(tmp_path):
     """The engine's experts are in the record. The second run has no others, and would differ in its metrics. Two ranks
     also replay it with half of the experts each: rel 1e-3, abs 1e-4, for fp32 sums in another order."""
-    flags = [*MOE, *SMALL, *turns, "--routing-replay", "R3", "--num-mini-batches", "2", "--total-steps", "2"]
-    flags.append("--run-name")
-    ran(fork("grpo", tmp_path, *flags, "a", "--record", str(tmp_path / "record"), ranks=ranks))
-    ran(fork("grpo", tmp_path, *flags, "b", "--replay", str(tmp_path / "record"), ranks=ranks))
+    flags = [*MOE, *SMALL, "--multi-turn.interaction", f"{__file__}:Asks", "--multi-turn.max-turn-tokens", "12"]
+    flags += ["--max-response-length", "64", "--routing-replay", "R3", "--num-mini-batches", "2", "--total-steps", "2"]
+    record, flags = str(tmp_path / "record"), [*flags, "--run-name"]
+    ran(fork("grpo", tmp_path, *flags, "a", "--record", record, ranks=2))
+    ran(fork("grpo", tmp_path, *flags, "b", "--replay", record, ranks=2))
     first, second = metrics(tmp_path / "a"), metrics(tmp_path / "b")
     assert first == second and len(first) == 2
     assert all(0 <= row["router/differing_experts"] < 0.1 and row["router/load_max"] >= 1 for row in first)
-    assert all(0 < row["router/entropy"] < np.log(8) for row in first)
-    assert all(row.get("agent/turns_mean") == (3 if turns else None) for row in first)
-    if ranks == 2:  # the server is not asked
-        tensor = ["--tensor-parallel-size", "2", "--rollout-engine", "http://localhost:1"]
-        ran(fork("grpo", tmp_path, *flags, "c", "--replay", str(tmp_path / "record"), *tensor, ranks=2))
-        for row, expected in zip(metrics(tmp_path / "c"), first, strict=True):
-            assert row == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert all(0 < row["router/entropy"] < np.log(8) and row["agent/turns_mean"] == 3 for row in first)
+    tensor = ["--tensor-parallel-size", "2", "--rollout-engine", "http://localhost:1"]  # the server is not asked
+    ran(fork("grpo", tmp_path, *flags, "c", "--replay", record, *tensor, ranks=2))
+    for row, expected in zip(metrics(tmp_path / "c"), first, strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 def test_r2_replays_the_pass_before_the_update(tmp_path):

@@ -26,9 +26,12 @@ from lib.model import (
     response_log_probs,
     response_values,
 )
+from lib.rollout import concat_rows
 from planner.memory import StepSettings, estimate_memory
 from tests.common import parse_flags, randomize_lora_b, rollout_batch, run_ranks, save_tiny, with_slow
 from tests.data.test_batching import tokens
+from tests.model.test_prefix_tree import FORKS, batch_of
+from tests.model.test_varlen import cpu_kernels
 from tests.planner.test_memory import allocated, beside_weights
 from tests.scripts.test_invariance import float64_norms, groups_batch
 
@@ -37,13 +40,11 @@ MICRO = 30  # tokens on a rank; a row has up to 47, so on one rank it is alone a
 
 
 def batch_of_step():
-    """16 rows, one with tool output, one without a trained token, one of two sequences."""
-    batch = groups_batch(GROUPS)
+    """16 rows: groups, one row with tool output and one without a trained token, and episodes whose contexts fork."""
+    batch = groups_batch(GROUPS)[list(range(11))].select(non_tensor_batch_keys=[])
     batch.batch["response_mask"][2, 3:6] = 0
     batch.batch["response_mask"][5] = 0
-    P = batch.batch["prompts"].shape[1]
-    batch.batch["position_ids"][12, P + 8 :] = torch.arange(batch.batch["responses"].shape[1] - 8)
-    return batch
+    return concat_rows([batch, batch_of(FORKS)])
 
 
 def update(model, parameters, batch, world, forward, group, share):
@@ -61,12 +62,11 @@ def update(model, parameters, batch, world, forward, group, share):
     return total, gradient, len(micro_batches), sum(len(micro) == 0 for micro in micro_batches)
 
 
-def step(
-    world, path, size=1, tensor=1, replicas=1, critic=False, share=True, checkpointing=False, lora=False, offload=False
-):
-    """With groups of `size` ranks, or layers split over `tensor` ranks: outputs of this rank's rows, and `update`."""
-    load = load_critic if critic else load_model
-    model = load(path, dtype=torch.float64, gradient_checkpointing=checkpointing)
+@cpu_kernels()  # for varlen
+def step(world, path, size=1, tensor=1, replicas=1, critic=False, share=True, lora=False, offload=False, **load):
+    """With groups of `size` ranks, or layers split over `tensor` ranks: outputs of this rank's rows, and `update`.
+    load: options of `load_model`."""
+    model = (load_critic if critic else load_model)(path, dtype=torch.float64, **load)
     norm = lambda self, x: x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)  # noqa: E731
     Gemma3RMSNorm.forward = norm  # in float64, in this rank's process; float64_norms mends the others
     model = model if isinstance(model, transformers.Gemma3ForCausalLM) else float64_norms(model)
@@ -102,12 +102,12 @@ def assert_exact(path, ranks, layout, tolerance=1e-9, **options):
     assert len({n for *_, n, _ in results}) == 1 and sum(empty for *_, empty in results) > 0
 
 
-HEADS = {"cls": transformers.Qwen3ForCausalLM} | {"num_attention_heads": 12, "num_key_value_heads": 6}
+HEADS = {"cls": transformers.Qwen3ForCausalLM, "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8}
 WINDOWS = {"cls": transformers.Gemma3ForCausalLM, "head_dim": 32, "sliding_window": 6}
 EXPERTS = {"cls": transformers.Qwen3MoeForCausalLM, "num_experts": 4, "num_experts_per_tok": 2}
 CRITIC = {"cls": transformers.Qwen2ForTokenClassification, "num_labels": 1}
 CASES = {  # the model, what is computed, (ranks, how they share the work)
-    "checkpointing, six key heads on four ranks": (HEADS | {"head_dim": 8}, {"checkpointing": True}, (4, {"size": 4})),
+    "checkpointing, six key heads on four ranks": (HEADS, {"gradient_checkpointing": True}, (4, {"size": 4})),
     "LoRA, replicas, prompts not shared, untied, a key head for two ranks": (
         *({"tied": False}, {"lora": True, "share": False}),
         (4, {"size": 2, "replicas": 2}),
@@ -115,6 +115,7 @@ CASES = {  # the model, what is computed, (ranks, how they share the work)
     "windows shorter and longer than the prompts": (WINDOWS | {"sliding_window_pattern": 2}, {}, (2, {"size": 2})),
     "experts, whose router's softmax is in float32": (EXPERTS, {"tolerance": 1e-6}, (2, {"size": 2})),
     "critic": (CRITIC, {"critic": True}, (2, {"size": 2})),
+    "varlen": ({"num_key_value_heads": 2}, {"attn_implementation": "varlen"}, (2, {"size": 2})),
 }
 
 

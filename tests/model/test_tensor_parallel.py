@@ -39,7 +39,7 @@ QWEN3 = {"cls": transformers.Qwen3ForCausalLM, "head_dim": 32, **TWO_KEY_HEADS}
 EXPERTS = {"cls": transformers.Qwen3MoeForCausalLM, "num_experts": 6, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 32, **TWO_KEY_HEADS}
 CASES = {  # the model, what is computed, ranks
-    "biases, prompts not shared, checkpointing": (TWO_KEY_HEADS, {"share": False, "checkpointing": True}, 2),
+    "biases, prompts not shared, checkpointing": (TWO_KEY_HEADS, {"share": False, "gradient_checkpointing": True}, 2),
     "windows": (WINDOWS | TWO_KEY_HEADS, {}, 2),
     "critic": (CRITIC | TWO_KEY_HEADS, {"critic": True}, 2),
     "untied, norms of heads, weights in CPU memory": (QWEN3 | {"tied": False}, {"offload": True}, 4),
