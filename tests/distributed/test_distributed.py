@@ -27,6 +27,7 @@ import lib.model.load
 from lib import InputError
 from lib.distributed import World, iter_full_params, make_mesh, shard_model, trainable_parameters
 from lib.model import batched_log_probs, load_model
+from lib.rollout import weight_checksum
 from lib.run import run_config
 from tests.common import (
     BIN,
@@ -284,6 +285,22 @@ def unsharded_and_again(world, path, dtype):
     assert all(isinstance(p, DTensor) for p in model.parameters())
     model(input_ids=ids, labels=ids).loss.backward()
     return whole.detach(), lib.distributed.clip_grad_norm(trainable_parameters(model), 1e9)
+
+
+def checksums(world, path):
+    model = shard_model(load_model(path), make_mesh(world), torch.float32)
+    sums = [weight_checksum(model, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    p = trainable_parameters(model)[0]
+    with torch.no_grad():
+        p.to_local()[..., :1].mul_(1 + 2**-22)
+    return sums, weight_checksum(model, torch.float32)
+
+
+def test_checksum_is_the_same_for_any_sharding_and_feels_the_last_bit(tmp_path):
+    path = save_tiny(tmp_path)
+    (one, one_changed), (two, _), (other, two_changed) = run_ranks(1, checksums, path) + run_ranks(2, checksums, path)
+    assert one == two == other and one[0] != one[1]
+    assert one_changed != one[0] and two_changed != two[0]
 
 
 def test_what_the_first_rank_does_or_refuses_all_ranks_learn():
