@@ -11,12 +11,20 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 import tyro
 
-from lib.cli.flags import OTHER_NAMES
+from lib.args import groups
+from lib.cli.flags import OTHER_NAMES, switched, walk
 from lib.cli.yaml_files import read_yaml
+from lib.core_algos import LOSS_AGG_MODES, compute_rollout_correction
+from lib.data import RLHFDataset
+from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, TOKEN_MASKS
+from lib.log.alerts import ALERTS, COUNTS
+from lib.model import load_tokenizer
+from rewards import compute_score
+from tests.common import ROOT, TOY_MODEL
 
-ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCS = [*PAGES, *sorted((ROOT / "papers").glob("*.md"))]
 DOCS += [ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
@@ -74,8 +82,6 @@ def as_flags(names) -> set[str]:
 @cache
 def flags_of(script: str) -> set[str]:
     """As --help writes them, with the prefixes of settings: --multi-turn, --rollout-correction.reject."""
-    from lib.cli.flags import walk
-
     values = {name: value for name, value, _ in walk(args_of(script)())}
     prefixes = {name.rsplit(".", depth)[0] for name in values for depth in range(1, name.count(".") + 1)}
     negated = {re.sub(r"(\w+)$", r"no-\1", name) for name, value in values.items() if value in (True, False)}
@@ -89,15 +95,10 @@ def choices(script: str, field: str) -> tuple:
 @pytest.mark.parametrize("doc", SCRIPT_OF)
 def test_flags_and_their_values_are_taken(doc):
     """A flag alone is one of the script's; flags with values parse, and the algorithm takes them."""
-    import torch
-
-    from lib.cli.flags import switched
-    from lib.core_algos import compute_rollout_correction
-
     text = re.sub(r"^## Former flags$.*?^(?=## )", "", text_of(doc), flags=re.M | re.S)
     for script, code in dict.fromkeys(SNIPPET.findall(text)):
         script, words = script or SCRIPT_OF[doc], shlex.split(code)
-        if {*words} & (LAUNCHERS | VLLM | OF_TOOLS | {"n", "K"}) or words[0] == "--help":
+        if {*words} & (OF_OTHERS | {"n", "K"}) or words[0] == "--help":
             continue
         if len(words) == 1:
             assert code in flags_of(script), (script, code)
@@ -113,35 +114,22 @@ def test_flags_and_their_values_are_taken(doc):
             compute_rollout_correction(*[torch.ones(2, 1)] * 3, **correction)
 
 
-LAUNCHERS = {"--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--multi_gpu", "--num_processes"}
-LAUNCHERS |= {"--max-restarts", "--nproc-per-node"}  # torchrun's
-VLLM = {
-    *("--generation-config", "--host", "--logprobs-mode", "--lora-modules", "--max-model-len", "--middleware"),
-    *("--override-generation-config", "--enable-scale-out", "--enforce-eager", "--tensor-parallel-size"),
-    *("--weight-transfer-config", "--worker-extension-cls", "--enable-lora", "--max-lora-rank"),
-    "--enable-return-routed-experts",
-}
-OF_TOOLS = {
-    *("--gpus", "--trace"),  # of python -m planner
-    *("--output", "--wheels"),  # of the run page and gpu_check.sh
-    *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
-    *("--step", "--merged", "--adapter", "--dtype"),  # of tools/export.py
-    *("--figure", "--max-gb", "--ours", "--redact-text", "--tolerance", "--weights"),  # of tools/ and benchmarks/
-    *("--answer-template", "--gold-key"),  # of tools/audit_scorer.py
-    *("--adv-estimators", "--choices", "--flags", "--loss-agg-modes", "--losses", "--script"),  # of tools/lens.py
-    *("--steps", "--tokens"),  # and tools/oracle.py
-    *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
-    *("--requeue", "--security-opt"),  # of others
-}
+OF_OTHERS = """
+accelerate and torchrun: --config_file --cpu --machine_rank --main_process_ip --multi_gpu --num_processes
+  --max-restarts --nproc-per-node
+vLLM: --enable-lora --enable-return-routed-experts --enable-scale-out --enforce-eager --generation-config --host
+  --logprobs-mode --lora-modules --max-lora-rank --max-model-len --middleware --no-enable-chunked-prefill
+  --override-generation-config --tensor-parallel-size --weight-transfer-config --worker-extension-cls
+python -m planner: --gpus --trace
+tools/, data/ and benchmarks/: --accumulation --adapter --adv-estimators --answer-template --choices --dtype --figure
+  --flags --frozen-dtype --gold-key --local-dir --loss-agg-modes --losses --max-gb --merged --ours --output --ranks
+  --redact-text --reference --script --step --steps --tokens --tolerance --weights --wheels
+git: --binary --exclude-standard --no-ext-diff --others
+pip, uv, docker, unshare and others: --extra --extra-index-url --ipc --map-root-user --net --requeue --rm
+  --security-opt --ulimit --user
+"""
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
-
-
-OF_OTHERS = {
-    *("--extra", "--extra-index-url"),  # of pip and uv
-    *("--ipc", "--rm", "--ulimit"),  # of docker
-    *("--map-root-user", "--net", "--user"),  # of unshare
-    "--no-enable-chunked-prefill",  # of vLLM
-}
+OF_OTHERS = {*FLAG.findall(OF_OTHERS)}
 
 
 def flags_of_methods() -> set[str]:
@@ -173,7 +161,7 @@ RENAMED |= as_flags(read_yaml(OTHER_NAMES, "")["defaults.md"])
 def test_flags_that_documents_name_exist():
     """In a script, in a program of ours, or in one that is listed here."""
     known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs() | flags_of_methods()
-    known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS | RENAMED
+    known |= OF_OTHERS | RENAMED
     named = {(doc.name, flag) for doc in DOCS for flag in FLAG.findall(doc.read_text()) if flag not in known}
     assert {(page, flag) for page, flag in named if not flag.startswith(FORMER_SETTINGS)} == set()
 
@@ -184,7 +172,7 @@ def test_flags_that_the_code_names_exist():
     paths = [ROOT / f"{script}.py" for script in SCRIPTS] + files("lib", "agent", "servers", "planner", "rewards")
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
     named = {name for line in lines for name in FLAG.findall(line)}
-    assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
+    assert named - ours - OF_OTHERS == set()
 
 
 def test_servers_are_started_on_an_address():
@@ -226,8 +214,6 @@ def test_metrics_that_troubleshooting_names_are_explained():
 
 
 def test_each_alert_has_a_section_in_troubleshooting():
-    from lib.log.alerts import ALERTS, COUNTS
-
     sections = {alert.section for alert in ALERTS} | {section for _, section in COUNTS.values()}
     assert sections - anchors(ROOT / "docs/troubleshooting.md") == set()
     metrics = {alert.metric for alert in ALERTS}
@@ -236,13 +222,9 @@ def test_each_alert_has_a_section_in_troubleshooting():
 
 # ---- data ----------------------------------------------------------------------------------------
 def test_the_row_of_the_readme_is_one(tmp_path):
-    from lib.data import RLHFDataset
-    from lib.model import load_tokenizer
-    from rewards import compute_score
-
     [row] = re.findall(r"^```json\n(.*)\n```", text_of("README.md"), flags=re.M)
     (tmp_path / "a.jsonl").write_text(row)
-    [item] = RLHFDataset(tmp_path / "a.jsonl", load_tokenizer(str(ROOT / "data/toy/model")), max_prompt_length=32)
+    [item] = RLHFDataset(tmp_path / "a.jsonl", load_tokenizer(TOY_MODEL), max_prompt_length=32)
     truth = item["reward_model"]["ground_truth"]
     assert compute_score(item["data_source"], f"={truth}", truth, item["extra_info"])["score"] == 1
 
@@ -260,10 +242,6 @@ def test_the_code_in_the_readme_is_that_of_grpo():
 
 # ---- tables --------------------------------------------------------------------------------------
 def test_tables_of_algorithms_are_complete():
-    from lib.args import groups
-    from lib.core_algos import LOSS_AGG_MODES
-    from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, TOKEN_MASKS
-
     tables = {
         "Advantages": ADV_ESTIMATORS,
         "Policy losses": POLICY_LOSSES,
@@ -282,27 +260,11 @@ def test_tables_of_algorithms_are_complete():
         assert sorted(listed) == sorted(names), title
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_help_lists_every_estimator_and_loss(script):
-    from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
-
-    assert set(choices(script, "loss")) == set(POLICY_LOSSES)
-    if script in ("grpo", "dapo"):
-        assert set(choices(script, "adv_estimator")) == set(ADV_ESTIMATORS)
-
-
-# ---- templates -----------------------------------------------------------------------------------
-def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
+def test_what_other_files_name_is_there():
     page, requirements = text_of("installation.md"), (ROOT / "requirements.txt").read_text()
     assert {*re.findall(r"torch==[\d.]+", page)} == {*re.findall(r"^torch==[\d.]+", requirements, flags=re.M)}
     assert all((ROOT / "tools/launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
-
-
-def test_the_fast_tests_of_the_makefile_are_there():
-    [names] = re.findall(r"^FAST := (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
-    assert [name for name in names.split() if not (ROOT / "tests" / name).exists()] == []
-
-
-def test_the_citation_is_of_the_version():
+    [fast] = re.findall(r"^FAST := (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert [name for name in fast.split() if not (ROOT / "tests" / name).exists()] == []
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
