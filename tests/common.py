@@ -436,20 +436,6 @@ def full_disk(most_bytes: int = 100):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def off_policy(folder: Path) -> list[str]:
-    """A sampler whose probabilities are not the trainer's: there is something to correct and to reject."""
-    (folder / "off.py").write_text(
-        "import lib.rollout.hf_engine as hf_engine\n"
-        "from lib.data import RLHFDataset as Rows\n"
-        "sample = hf_engine.sample_tokens\n"
-        "def sample_off(*args):\n"
-        "    token, log_prob = sample(*args)\n"
-        "    return token, 0.9 * log_prob\n"
-        "hf_engine.sample_tokens = sample_off\n"
-    )
-    return ["--dataset-class", f"{folder / 'off.py'}:Rows", "--temperature", "1.5"]
-
-
 def imported(script: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = sys.modules[script.stem] = importlib.util.module_from_spec(spec)
