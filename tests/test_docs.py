@@ -26,7 +26,7 @@ from rewards import compute_score
 from tests.common import ROOT, TOY_MODEL
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCS = [*PAGES, *sorted((ROOT / "papers").glob("*.md"))]
+DOCS = [*PAGES, *sorted((ROOT / "papers").glob("*.md")), *(ROOT / "docs").glob("*.ipynb")]
 DOCS += [ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
@@ -59,11 +59,6 @@ def anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_index_lists_every_page():
-    linked = set(re.findall(r"\]\(([^)#]+)", text_of("index.md")))
-    assert {page.name for page in PAGES} - linked == {"index.md"}
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -132,15 +127,10 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
 OF_OTHERS = {*FLAG.findall(OF_OTHERS)}
 
 
-def flags_of_methods() -> set[str]:
-    """Those that the diffs of papers/ add."""
-    diffs = "".join(file.read_text() for file in ROOT.glob("papers/*.diff"))
-    return as_flags(re.findall(r"^\+    (\w+): ", diffs, flags=re.M))
-
-
 def flags_of_programs() -> set[str]:
-    """Of data/, benchmarks/, rewards/ and tools/: parameters, fields of dataclasses and words."""
-    names = set()
+    """Those that the diffs of papers/ add; parameters, fields and words of data/, benchmarks/, rewards/ and tools/."""
+    diffs = "".join(file.read_text() for file in ROOT.glob("papers/*.diff"))
+    names = {*re.findall(r"^\+    (\w+): ", diffs, flags=re.M)}
     for path in files("data", "rewards", "benchmarks", "tools"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.arg):
@@ -158,21 +148,15 @@ FORMER_SETTINGS = ("--loss-kwargs.", "--adv-kwargs.", "--token-masks.", "--rollo
 RENAMED |= as_flags(read_yaml(OTHER_NAMES, "")["defaults.md"])
 
 
-def test_flags_that_documents_name_exist():
-    """In a script, in a program of ours, or in one that is listed here."""
-    known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs() | flags_of_methods()
-    known |= OF_OTHERS | RENAMED
+def test_flags_that_documents_and_code_name_exist():
+    """Code: in help, errors and comments. In a script, in a program of ours, or in one that is listed here."""
+    ours = {flag for script in SCRIPTS for flag in flags_of(script)} | OF_OTHERS
+    known = ours | flags_of_programs() | RENAMED
     named = {(doc.name, flag) for doc in DOCS for flag in FLAG.findall(doc.read_text()) if flag not in known}
     assert {(page, flag) for page, flag in named if not flag.startswith(FORMER_SETTINGS)} == set()
-
-
-def test_flags_that_the_code_names_exist():
-    """In help, errors and comments."""
-    ours = {flag for script in SCRIPTS for flag in flags_of(script)}
     paths = [ROOT / f"{script}.py" for script in SCRIPTS] + files("lib", "agent", "servers", "planner", "rewards")
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
-    named = {name for line in lines for name in FLAG.findall(line)}
-    assert named - ours - OF_OTHERS == set()
+    assert {name for line in lines for name in FLAG.findall(line)} - ours == set()
 
 
 def test_servers_are_started_on_an_address():
@@ -201,7 +185,7 @@ GROUPS = "actor|agent|async|critic|perf|reward|response_length|rollout|timing_s|
 METRIC = re.compile(rf"`((?:{GROUPS})/[^` ]+)`")
 
 
-def test_metrics_that_troubleshooting_names_are_explained():
+def test_troubleshooting_has_a_section_for_each_alert_and_its_metrics_are_explained():
     """In the first column of a table, where runs of all scripts look for what they log."""
     lines = [line for page in PAGES if page.name != "troubleshooting.md" for line in page.read_text().splitlines()]
     rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
@@ -211,13 +195,9 @@ def test_metrics_that_troubleshooting_names_are_explained():
     explained |= {f"training/rows_dropped/{reason}" for reason in reasons} | {f"timing_s/{stage}" for stage in stages}
     named = set(METRIC.findall(text_of("troubleshooting.md")))
     assert len(named) > 40 and named - explained == set()
-
-
-def test_each_alert_has_a_section_in_troubleshooting():
+    assert {alert.metric for alert in ALERTS} <= named
     sections = {alert.section for alert in ALERTS} | {section for _, section in COUNTS.values()}
     assert sections - anchors(ROOT / "docs/troubleshooting.md") == set()
-    metrics = {alert.metric for alert in ALERTS}
-    assert metrics - {*METRIC.findall(text_of("troubleshooting.md"))} == set()
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -261,6 +241,8 @@ def test_tables_of_algorithms_are_complete():
 
 
 def test_what_other_files_name_is_there():
+    linked = set(re.findall(r"\]\(([^)#]+)", text_of("index.md")))
+    assert {page.name for page in PAGES} - linked == {"index.md"}
     page, requirements = text_of("installation.md"), (ROOT / "requirements.txt").read_text()
     assert {*re.findall(r"torch==[\d.]+", page)} == {*re.findall(r"^torch==[\d.]+", requirements, flags=re.M)}
     assert all((ROOT / "tools/launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))

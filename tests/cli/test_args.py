@@ -284,7 +284,7 @@ def test_flags_that_change_no_result_are_noted(tmp_path, monkeypatch):
         assert parse_flags(grpo.Args, words.split()).no_effect == notes
 
 
-def test_rollout_gpus_make_the_engine_vllm(monkeypatch):
+def test_rollout_gpus_make_the_engine_vllm_and_flags_of_images_are_for_models_that_read_them(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     words = ["--rollout-gpus", "2", "--rollout-engine"]
@@ -293,8 +293,6 @@ def test_rollout_gpus_make_the_engine_vllm(monkeypatch):
     with pytest.raises(InputError, match=r"--rollout-gpus 2 runs vLLM .*, --rollout-engine hf is another engine: drop"):
         parse_flags(grpo.Args, [*words, "hf"])
 
-
-def test_flags_of_images_are_for_models_that_read_them():
     args = parse_flags(grpo.Args, ["--vision-kwargs", "max_pixels=5000"])
     check_read(args, vision=True)
     with pytest.raises(InputError, match="--vision-kwargs has no effect without a --model that reads images"):
