@@ -9,13 +9,16 @@ of their tokens. Only gradients are left to autograd, and `.detach()` is a stop-
 import math
 from collections import defaultdict
 from math import exp, fsum, sqrt
-from statistics import correlation, stdev, variance  # with N - 1
-from statistics import fmean as mean
+from statistics import correlation, fmean, stdev, variance  # with N - 1
 
 import torch
 
 Token = tuple[int, int]
 Numbers = dict[Token, float]
+
+
+def mean(values) -> float:
+    return fmean(values)
 
 
 # ---- rollout correction: what sampled is not what trains -----------------------------------------

@@ -159,23 +159,17 @@ def test_flags_that_documents_and_code_name_exist():
     assert {name for line in lines for name in FLAG.findall(line)} - ours == set()
 
 
-def test_servers_are_started_on_an_address():
-    """vLLM's default is all interfaces, and in dev mode it obeys whoever comes."""
-    rooms = ("docs", "lib", "agent", "servers", "planner", "rewards", "tools")
-    paths = [ROOT / "README.md", *files(*rooms, suffixes=(".md", ".py", ".sh"))]
-    texts = [path.read_text().replace("\\\n", "") for path in paths]
-    commands = [line for text in texts for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
+def test_commands_start_servers_on_an_address_and_name_modules_that_exist():
+    """vLLM's default is all interfaces, and in dev mode it obeys whoever comes. Modules: python -m tools.memory,
+    --worker-extension-cls servers.worker.WorkerExtension."""
+    rooms = ("docs", "lib", "agent", "servers", "planner", "rewards", "tools", "benchmarks")
+    paths = [ROOT / "README.md", ROOT / "Makefile", *files(*rooms, suffixes=(".md", ".py", ".sh", ""))]
+    text = "\n".join(path.read_text().replace("\\\n", "") for path in paths)
+    commands = [line for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
     assert len(commands) >= 2
     assert [line for line in commands if "--host" not in line] == []
-
-
-def test_modules_that_commands_name_exist():
-    """Of ours: python -m tools.memory, --worker-extension-cls servers.worker.WorkerExtension."""
-    rooms = ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks")
-    paths = [ROOT / "README.md", ROOT / "Makefile", *files(*rooms, suffixes=(".md", ".py", ".sh", ""))]
-    texts = [path.read_text() for path in paths]
-    ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|servers|tools|data|benchmarks)(?:\.[a-z_]\w*)+)")
-    named = {module for text in texts for module in ours.findall(text)}
+    ours = r"(?:-m |--worker-extension-cls )((?:lib|servers|tools|data|benchmarks)(?:\.[a-z_]\w*)+)"
+    named = {*re.findall(ours, text)}
     assert {"tools.memory", "tools.page", "servers.worker"} <= named
     assert [module for module in named if importlib.util.find_spec(module) is None] == []
 

@@ -82,8 +82,6 @@ def test_one_without_the_other_is_one_line(form, tmp_path):
 def test_defaults_with_a_model_and_files(name):
     args = parse_flags(SCRIPTS[name].Args, REAL)
     assert args.preset_note == "" and not args.validation.enabled and args.given == {"model", "train_files"}
-    assert (args.optimizer.lr, args.data.max_prompt_length, args.rollout.max_response_length) == (1e-6, 1024, 2048)
-    assert parse_flags(SCRIPTS[name].Args, [*REAL, "--lora-rank", "8"]).optimizer.lr == 1e-5
     [note] = parse_flags(SCRIPTS[name].Args, [*REAL, "--val-every", "3"]).no_effect
     assert note == "--val-every (without --val-files)"
     assert parse_flags(SCRIPTS[name].Args, [*REAL, "--val-files", ROWS]).validation.enabled
