@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
@@ -120,28 +120,24 @@ def rollout_batch(prompt_lengths, response_lengths, seed: int = 0) -> DataProto:
     first = P - torch.tensor(prompt_lengths)[:, None]
     end = P + torch.tensor(response_lengths)[:, None]
     mask = ((column >= first) & (column < end)).long()
-    ids = ids * mask
-    tensors = {
-        "prompts": ids[:, :P],
-        "responses": ids[:, P:],
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": (column - first).clamp(min=0),
-        "response_mask": mask[:, P:].clone(),
-    }
+    tensors = columns_of(ids * mask, mask, (column - first).clamp(min=0), P)
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array([str(i // 2) for i in range(B)], object)})
+
+
+def columns_of(ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, P: int) -> dict[str, torch.Tensor]:
+    """(B, P + T) as an engine's columns."""
+    tensors = {"prompts": ids[:, :P], "responses": ids[:, P:], "input_ids": ids, "attention_mask": mask}
+    return tensors | {"position_ids": positions, "response_mask": mask[:, P:].clone()}
 
 
 # ---- vision models -------------------------------------------------------------------------------
 
-MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")  # these take videos, too
-VISION = (*MROPE, "gemma3", "smolvlm", "idefics3", "llava")
+OF_CONFIGS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "glm4v": "Glm4v"}
+MROPE = (*OF_CONFIGS,)  # these take videos, too
+OF_CONFIGS |= {"gemma3": "Gemma3", "smolvlm": "SmolVLM", "idefics3": "Idefics3", "llava": "Llava"}
+VISION = (*OF_CONFIGS,)
 IMAGE, VIDEO, BEGIN, END = 100, 101, 102, 103  # ids of the placeholders, and of what stands around them
 GLM_BEGIN, GLM_END = 98, 99  # around a video of GLM-4V, whose placeholders are those of images
-
-
-OF_CONFIGS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "glm4v": "Glm4v"}
-OF_CONFIGS |= {"gemma3": "Gemma3", "smolvlm": "SmolVLM", "idefics3": "Idefics3", "llava": "Llava"}
 
 
 def tiny_vision_config(kind: str, tied: bool = False) -> transformers.PreTrainedConfig:
@@ -189,9 +185,8 @@ def tiny_vision_config(kind: str, tied: bool = False) -> transformers.PreTrained
 def tiny_vision(kind: str, folder: Path | None = None, *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
     """A random model of one of VISION, fp32 and in train mode; saved to `folder`, if one is given."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForImageTextToText.from_config(
-        tiny_vision_config(kind, tied), attn_implementation="sdpa"
-    )
+    config = tiny_vision_config(kind, tied)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
     for p in model.parameters():  # livelier than the default start, so that errors show
         p.data.add_(0.1 * torch.randn_like(p))
     if folder is not None:
@@ -288,15 +283,8 @@ def vision_batch(kind: str, rows: tuple[VisionRow, ...] = VISION_ROWS) -> DataPr
         ids[i, a:b], mask[i, a:b] = torch.tensor(prompt + response), 1
         own = vision_positions(kind, prompt, inputs).view(-1, len(prompt))
         positions[i, :, a:P], positions[i, :, P:] = own, own.amax(1, keepdim=True) + 1 + torch.arange(T)
-    tensors = {
-        "prompts": ids[:, :P],
-        "responses": ids[:, P:],
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": positions if kind in MROPE else positions[:, 0],
-        "response_mask": mask[:, P:].clone(),
-        "multi_modal_hash": torch.tensor([media_hash(inputs) for _, inputs in prompts]),
-    }
+    tensors = columns_of(ids, mask, positions if kind in MROPE else positions[:, 0], P)
+    tensors["multi_modal_hash"] = torch.tensor([media_hash(inputs) for _, inputs in prompts])
     return DataProto.from_dict(tensors=tensors, non_tensors={"multi_modal_inputs": [inputs for _, inputs in prompts]})
 
 
@@ -342,16 +330,11 @@ def environment() -> dict[str, str]:
 
 def launch(script: str, folder: Path, *args: str, launcher: list[str] = PYTHON) -> subprocess.CompletedProcess:
     """The script as a user starts it."""
-    return subprocess.run(
-        command(script, folder, *args, launcher=launcher),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    how = {"env": environment(), "capture_output": True, "text": True, "timeout": 400}
+    return subprocess.run(command(script, folder, *args, launcher=launcher), **how)
 
 
-def fork(script: str, folder: Path, *args: str, ranks: int = 1, preset: list[str] = TOY) -> "Done":
+def fork(script: str, folder: Path, *args: str, ranks: int = 1, preset: list[str] = TOY) -> subprocess.CompletedProcess:
     """The same script in processes of their own, one a rank, forked from one that has imported everything: the seconds
     of that are spent once for all tests. Several ranks have the variables that a launcher sets, but no launcher."""
     return _ended(command(script, folder, *args, launcher=[], preset=preset), ranks)
@@ -367,23 +350,18 @@ def fork_each(*commands: list[str]) -> subprocess.CompletedProcess:
     return _ended(commands, len(commands))
 
 
-def _ended(arguments: Sequence, ranks: int) -> "Done":
+def _ended(arguments: Sequence, ranks: int) -> subprocess.CompletedProcess:
     with started(arguments, ranks) as processes:
         for process in processes:
             process.join(600)
     return processes.done
 
 
-class Done(subprocess.CompletedProcess):
-    """modules: the names that a rank had imported at its end, those of tests/warm.py with them."""
-
-    modules: set[str]
-
-
 class Processes(list):
-    """Of a started job. done: what it has left behind, once all have ended."""
+    """Of a started job. done: what it has left behind, once all have ended; done.modules: the names of what a rank had
+    imported then, tests/warm.py with it."""
 
-    done: Done
+    done: subprocess.CompletedProcess
 
 
 @contextmanager
@@ -393,12 +371,8 @@ def started(arguments: Sequence, ranks: int = 1) -> Iterator[Processes]:
     of_rank = [arguments] * ranks if isinstance(arguments[0], str) else arguments
     job = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with tempfile.TemporaryDirectory() as captured:
-        outputs = [
-            [Path(captured, f"{name}{rank}") for name in ("stdout", "stderr", "modules")] for rank in range(ranks)
-        ]
-        for path in [path for paths in outputs for path in paths]:
-            path.touch()
-        processes = Processes()
+        names, processes = ("stdout", "stderr", "modules"), Processes()
+        outputs = [[Path(captured, f"{name}{rank}") for name in names] for rank in range(ranks)]
         for rank in range(ranks):
             launched = {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             env = environment() | ({} if ranks == 1 else launched)  # the fork server has the one of its own start
@@ -411,8 +385,9 @@ def started(arguments: Sequence, ranks: int = 1) -> Iterator[Processes]:
                 process.kill()
                 process.join()
         code = next((process.exitcode for process in processes if process.exitcode), 0)
-        stdout, stderr, modules = ("".join(path.read_text() for path in paths) for paths in zip(*outputs))
-        processes.done = Done(arguments, code, stdout, stderr)
+        texts = ([path.read_text() for path in paths if path.exists()] for paths in zip(*outputs))
+        stdout, stderr, modules = map("".join, texts)
+        processes.done = subprocess.CompletedProcess(arguments, code, stdout, stderr)
         processes.done.modules = {*modules.split()}
 
 
@@ -461,18 +436,11 @@ def full_disk(most_bytes: int = 100):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def off_policy(folder: Path) -> list[str]:
-    """A sampler whose probabilities are not the trainer's: there is something to correct and to reject."""
-    (folder / "off.py").write_text(
-        "import lib.rollout.hf_engine as hf_engine\n"
-        "from lib.data import RLHFDataset as Rows\n"
-        "sample = hf_engine.sample_tokens\n"
-        "def sample_off(*args):\n"
-        "    token, log_prob = sample(*args)\n"
-        "    return token, 0.9 * log_prob\n"
-        "hf_engine.sample_tokens = sample_off\n"
-    )
-    return ["--dataset-class", f"{folder / 'off.py'}:Rows", "--temperature", "1.5"]
+def imported(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = sys.modules[script.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def documented(name: str) -> str:

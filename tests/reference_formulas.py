@@ -9,6 +9,7 @@ of their tokens. Only gradients are left to autograd, and `.detach()` is a stop-
 import math
 from collections import defaultdict
 from math import exp, fsum, sqrt
+from statistics import correlation, fmean, stdev, variance  # with N - 1
 
 import torch
 
@@ -17,23 +18,7 @@ Numbers = dict[Token, float]
 
 
 def mean(values) -> float:
-    values = list(values)
-    return fsum(values) / len(values)
-
-
-def centred(values: list[float]) -> list[float]:
-    center = mean(values)
-    return [x - center for x in values]
-
-
-def variance(values) -> float:
-    """With N - 1."""
-    values = list(values)
-    return fsum(x**2 for x in centred(values)) / (len(values) - 1)
-
-
-def stdev(values) -> float:
-    return sqrt(variance(values))
+    return fmean(values)
 
 
 # ---- rollout correction: what sampled is not what trains -----------------------------------------
@@ -102,10 +87,9 @@ def correction(c, old: Numbers, rollout: Numbers, mask: list[Token]) -> tuple[Nu
         values["log_ppl_abs_diff"] = [abs(a - b) for a, b in zip(*nll)]
         values["chi2_seq"] = [r_of(fsum(row.values())) ** 2 - 1 for row in rows.values()]
         values["ess"] = [mean(ratios) ** 2 / mean(r * r for r in ratios)]
-        p, q = (centred([exp(x[at]) for at in mask]) for x in (old, rollout))
-        if any(p) and any(q):
-            dot = lambda a, b: fsum(x * y for x, y in zip(a, b))  # noqa: E731
-            values["prob_pearson"] = [dot(p, q) / sqrt(dot(p, p) * dot(q, q))]
+        p, q = ([exp(x[at]) for at in mask] for x in (old, rollout))
+        if len({*p}) > 1 and len({*q}) > 1:
+            values["prob_pearson"] = [correlation(p, q)]
     metrics = {f"rollout/{name}": mean(map(float, x)) for name, x in values.items() if x}
     return weights if level != "measure" else None, sorted(kept), metrics
 
@@ -128,8 +112,8 @@ def whitened(values: Numbers) -> Numbers:
         return values
     first = next(iter(values.values()))
     shifted = [x - first for x in values.values()]
-    std = sqrt(variance(shifted) + 1e-8)
-    return {at: x / std for at, x in zip(values, centred(shifted))}
+    center, std = mean(shifted), sqrt(variance(shifted) + 1e-8)
+    return {at: (x - center) / std for at, x in zip(values, shifted)}
 
 
 def rewards_to_go(at: dict[int, list[int]], rewards: Numbers, gamma: float = 1.0) -> Numbers:

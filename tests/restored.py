@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, reduce
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -44,80 +44,50 @@ OF_LIBRARIES = ("VLLM_", "TORCHINDUCTOR_", "TRITON_", "TILELANG_", "PYTORCH_NVML
 MISSING = object()
 
 
-class State(NamedTuple):
-    environment: dict[str, str]
-    folder: str
-    path: list[str]
-    handlers: list
-    torch: dict[str, Any]
-    """what functions of torch say"""
-    registries: list[tuple[str, dict, dict]]
-    """(name, the dict itself, a copy)"""
-    modules: list[tuple[ModuleType, dict[str, Any]]]
-    """(module, a copy of its attributes)"""
-
-
-def _environment() -> dict[str, str]:
-    """Without the variables that a library sets once for the process."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(OF_LIBRARIES)}
-
-
-def _path() -> list[str]:
-    """Without the folders that a library adds for itself."""
-    return [folder for folder in sys.path if "site-packages" not in folder]
-
-
-def _torch() -> dict[str, Any]:
-    torch = sys.modules.get("torch")
-    return {} if torch is None else {setter: getattr(torch, getter)() for setter, getter in TORCH.items()}
-
-
-def _registries() -> Iterator[tuple[str, dict, dict]]:
-    for module, paths in REGISTRIES.items():
-        if module in sys.modules:
-            for path in paths:
-                registry = reduce(getattr, path.split("."), sys.modules[module])
-                yield f"{module}.{path}", registry, dict(registry)
-
-
 @lru_cache(1)
 def _watched(_: int) -> list[ModuleType]:
     """The argument, a number of imported modules, keeps the list until there is another one."""
     return [module for name, module in sys.modules.items() if name in LIBRARIES or name.partition(".")[0] in OURS]
 
 
-def state() -> State:
-    return State(
-        environment=_environment(),
-        folder=str(Path.cwd()),
-        path=_path(),
-        handlers=[signal.getsignal(number) for number in SIGNALS],
-        torch=_torch(),
-        registries=[*_registries()],
+def state() -> SimpleNamespace:
+    torch = sys.modules.get("torch")
+    registries = {
+        f"{module}.{path}": reduce(getattr, path.split("."), sys.modules[module])
+        for module, paths in REGISTRIES.items()
+        if module in sys.modules
+        for path in paths
+    }
+    return SimpleNamespace(  # without the variables that a library sets once for the process, and its own folders
+        environment={name: value for name, value in os.environ.items() if not name.startswith(OF_LIBRARIES)},
+        path=[folder for folder in sys.path if "site-packages" not in folder],
+        folder=Path.cwd(),
+        handlers={number: signal.getsignal(number) for number in SIGNALS},
+        torch={} if torch is None else {setter: getattr(torch, getter)() for setter, getter in TORCH.items()},
+        registries={name: (registry, dict(registry)) for name, registry in registries.items()},
         modules=[(module, dict(vars(module))) for module in _watched(len(sys.modules))],
     )
 
 
-def restore(before: State) -> list[str]:
+def restore(before: SimpleNamespace) -> list[str]:
     """Puts back what has changed since; returns the patches. What our programs set for their process is no fault."""
-    for name in _changed(before.environment, _environment()):
+    for module, _ in before.modules:
+        sys.modules[module.__name__] = module
+    changed = state()
+    for name in _changed(before.environment, changed.environment):
         os.environ.pop(name, None)
         if name in before.environment:
             os.environ[name] = before.environment[name]
     os.chdir(before.folder)
-    if _path() != before.path:
-        sys.path[:] = [*before.path, *(folder for folder in sys.path if folder not in _path())]
-    for number, handler in zip(SIGNALS, before.handlers):
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
-    for module, _ in before.modules:
-        sys.modules[module.__name__] = module
-
+    if changed.path != before.path:
+        sys.path[:] = [*before.path, *(folder for folder in sys.path if folder not in changed.path)]
+    for number in _changed(before.handlers, changed.handlers):
+        signal.signal(number, before.handlers[number])
     patched = []
-    for setter in _changed(before.torch, _torch()) if before.torch else ():  # else the test has imported torch
+    for setter in _changed(before.torch, changed.torch) if before.torch else ():  # else the test has imported torch
         patched.append(f"torch.{setter}")
         getattr(sys.modules["torch"], setter)(before.torch[setter])
-    for name, registry, copy in before.registries:
+    for name, (registry, copy) in before.registries.items():
         for key in _changed(copy, registry) if registry != copy else ():
             # lib registers for the whole process: functions of its own, and masks of transformers under new names
             if _origin(registry.get(key)) in OURS or (key not in copy and _origin(registry[key]) == "transformers"):
@@ -128,8 +98,11 @@ def restore(before: State) -> list[str]:
                 registry[key] = copy[key]
     for module, attributes in before.modules:
         now = vars(module)
-        if _equal(now, attributes):
-            continue
+        try:
+            if now == attributes:  # three times as fast as to compare one after the other
+                continue
+        except Exception:  # noqa: BLE001  tensors have no single answer
+            pass
         is_ours = _origin(module) in OURS
         for name, value in attributes.items():
             is_watched = not name.startswith("_") and (callable(value) or (is_ours and name.isupper()))
@@ -137,14 +110,6 @@ def restore(before: State) -> list[str]:
                 patched.append(f"{module.__name__}.{name}")  # vLLM patches torch when it is imported
                 setattr(module, name, value)
     return patched
-
-
-def _equal(now: dict, before: dict) -> bool:
-    """Of the same values, this is three times as fast as to compare one after the other."""
-    try:
-        return now == before
-    except Exception:  # noqa: BLE001  tensors have no single answer
-        return False
 
 
 def _changed(before: dict, now: dict) -> list:

@@ -25,11 +25,6 @@ def test_the_benchmarks_of_parts_run(name):
     ran(fork_module(f"benchmarks.{name}", *flags, ranks=ranks))
 
 
-def test_the_skewed_lengths_are_those_of_the_docstring():
-    lengths = skewed_lengths(16)
-    assert max(lengths) == 128 and sum(n < 20 for n in lengths) == 8
-
-
 @pytest.mark.slow
 def test_checkpoints_are_evaluated_as_grpo_evaluates_itself(tmp_path, monkeypatch):
     task = vs_trl_learn.TASKS["toy"]
@@ -58,12 +53,12 @@ def test_figure_and_table_of_the_learning_benchmark_are_those_of_the_record(name
         assert len({run["accuracy"][0] for run in ours + theirs}) == 1  # the same start, the same evaluation
 
 
-def test_tables_of_the_documents_are_those_of_their_records():
+def test_other_tables_are_those_of_their_records_and_lengths_those_of_the_docstring():
+    tables = [pretrained.table(pretrained.records(name), task.metric) for name, task in pretrained.TASKS.items()]
     page = (ROOT / "docs/results.md").read_text()
-    assert comparison.rate_table() in page
-    assert all(
-        pretrained.table(pretrained.records(name), task.metric) in page for name, task in pretrained.TASKS.items()
-    )
+    assert all(table in page for table in (comparison.rate_table(), *tables))
+    lengths = skewed_lengths(16)
+    assert max(lengths) == 128 and sum(n < 20 for n in lengths) == 8
 
 
 def test_reference_runs_go_on_where_they_were_stopped(tmp_path, monkeypatch):

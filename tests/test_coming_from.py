@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.common import ROOT, fork, metrics, ran, rollouts
-from tests.test_recipes import commands, in_folder, numbers, parsed, smaller, tiny_chat_model, write
+from tests.test_recipes import OF_VLLM, commands, in_folder, numbers, parsed, smaller, tiny_chat_model, without, write
 from tools import export
 
 PAGES = [ROOT / f"docs/coming_from_{peer}.md" for peer in ("trl", "verl")]
@@ -25,7 +25,6 @@ SMALLER = {
     "max_response_length=1024,2048": "max_response_length=8,16",
     '{"overlong_buffer": 512}': '{"overlong_buffer": 8}',
 }
-OF_VLLM = ("--gpu-memory-utilization", "--rollout-tensor-parallel-size")  # hf samples here
 
 
 @pytest.fixture(scope="module")
@@ -41,37 +40,26 @@ def scorers(page: Path, folder: Path) -> dict[str, dict]:
     return {name: runpy.run_path(str(folder / name)) for name in files}
 
 
-def without(words: list[str], flags: tuple[str, ...]) -> list[str]:
-    """The words without these flags and the one value of each."""
-    left_out = {at + i for at, word in enumerate(words) if word in flags for i in (0, 1)}
-    return [word for at, word in enumerate(words) if at not in left_out]
-
-
-def rows_of_verl(n: int, data_source: str) -> list[dict]:
-    return [
-        {
-            "data_source": data_source,
-            "prompt": [{"role": "user", "content": row["question"]}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": row["answer"].split()[-1]},
-            "extra_info": {"split": "train", "index": i},
-        }
-        for i, row in enumerate(numbers(n))
-    ]
-
-
 def write_files(folder: Path) -> None:
     """A copy of openai/gsm8k on the hub, and the files that verl's scripts would make of it, of DAPO-Math and AIME."""
     write(folder / "hub.jsonl", numbers(16))
     sources = {"gsm8k/train": "openai/gsm8k", "gsm8k/test": "openai/gsm8k", "dapo_math/train": "math_dapo"}
     for name, source in (sources | {"math_val/aime24": "math_dapo/aime24"}).items():
+        rows = []
+        for i, row in enumerate(numbers(16)):
+            prompt = [{"role": "user", "content": row["question"]}]
+            truth = {"style": "rule", "ground_truth": row["answer"].split()[-1]}
+            more = {"ability": "math", "extra_info": {"split": "train", "index": i}}
+            rows.append({"data_source": source, "prompt": prompt, "reward_model": truth, **more})
         path = folder / f"data/{name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows_of_verl(16, source)), path)
+        pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_run(page, model, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    assert blocks and all(ast.parse(block) for block in blocks)
     scorers(page, tmp_path)
     write_files(tmp_path)
     runs = commands(page.read_text())
@@ -103,8 +91,8 @@ def test_commands_run(page, model, tmp_path):
         assert AutoModelForCausalLM.from_pretrained(exported).config.vocab_size
 
 
-def test_a_reward_function_of_trl_scores_as_in_trl(tmp_path):
-    """The adapter of the page, on the columns that a row has."""
+def test_reward_functions_of_trl_and_verl_are_ours(tmp_path):
+    """TRL's with the adapter of the page, on the columns that a row has."""
     [names] = scorers(PAGES[0], tmp_path).values()
     row = {"question": "How much are 1 and 2?", "answer": "It is 3.\n#### 3"}
     texts = ["So #### 3", "#### 3 or #### 4", "3", "#### 4 then #### 3"]
@@ -112,15 +100,6 @@ def test_a_reward_function_of_trl_scores_as_in_trl(tmp_path):
     as_in_trl = names["correct"](completions=messages, prompts=None, answer=[row["answer"]] * len(texts))
     assert as_in_trl == [1, 0, 0, 1]
     assert [names["compute_score"]("gsm8k", text, extra_info=row) for text in texts] == as_in_trl
-
-
-def test_a_reward_function_of_verl_is_ours(tmp_path):
     [names] = scorers(PAGES[1], tmp_path).values()
     scores = [names["compute_score"]("openai/gsm8k", text, "3", {})["score"] for text in ("#### 3", "#### 4")]
     assert scores == [1, 0]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_python_of_the_page_is_python(page):
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
-    assert blocks and all(ast.parse(block) for block in blocks)

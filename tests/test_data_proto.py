@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
@@ -61,32 +61,59 @@ def same(a, b):
 
 
 # --- making one
-def test_from_single_dict_sorts_by_type():
+def test_columns_are_sorted_by_type_and_the_callers_dicts_are_left_alone():
     columns = {"a": torch.zeros(2), "b": np.array(["x", "y"], dtype=object)}
     data = DataProto.from_single_dict(columns, meta_info={"t": 1})
     assert list(data.batch.keys()) == ["a"] and list(data.non_tensor_batch) == ["b"] and data.meta_info == {"t": 1}
-    with pytest.raises(ValueError, match=r"'c'.*list"):
-        DataProto.from_single_dict({"c": [1, 2]})
-
-
-def test_the_callers_dicts_are_left_alone():
     objects, meta_info = {"o": [1, 2]}, {}
     data = DataProto.from_dict({"a": torch.zeros(2)}, objects, meta_info, auto_padding=True)
     assert objects == {"o": [1, 2]} and meta_info == {} and data.is_padding_enabled()
 
 
-INCONSISTENT = {  # what is said: tensors, objects
-    r"'a': \(2,\), 'b': \(3,\)": ({"a": torch.zeros(2), "b": torch.zeros(3)}, {}),
-    r"'a': \(\)": ({"a": torch.tensor(1.0)}, {}),
-    "'o'.*3 rows.*2": ({"a": torch.zeros(2)}, {"o": [1, 2, 3]}),
-    "'p'.*2 rows.*1": ({}, {"o": [1], "p": [1, 2]}),
-}
+UNEQUAL = {"a": torch.zeros(2), "b": torch.zeros(3)}
+MISUSE = [  # what is raised, what it says, how
+    (ValueError, r"'a': \(2,\), 'b': \(3,\)", lambda _: DataProto.from_dict(UNEQUAL)),
+    (ValueError, r"'a': \(\)", lambda _: DataProto.from_dict({"a": torch.tensor(1.0)})),
+    (ValueError, "'o'.*3 rows.*2", lambda _: DataProto.from_dict({"a": torch.zeros(2)}, {"o": [1, 2, 3]})),
+    (ValueError, "'p'.*2 rows.*1", lambda _: DataProto.from_dict({}, {"o": [1], "p": [1, 2]})),
+    (ValueError, "'c'.*list", lambda _: DataProto.from_single_dict({"c": [1, 2]})),
+    (ValueError, r"'tokens'.*\[2, 3\].*\[2, 4\]", lambda _: DataProto.concat([make(2), make(2, width=4)])),
+    (ValueError, "'half' is not in every part", lambda x: DataProto.concat([x, x.select(["ids"])])),
+    (ValueError, "as many", lambda x: x.rename(["ids"], ["a", "b"])),
+    (KeyError, "absent", lambda x: x.rename("absent", "x")),
+    (KeyError, "tokens", lambda x: x.rename("ids", "tokens")),
+    (KeyError, "raw", lambda x: x.rename("ids", "raw")),
+    (KeyError, "uid", lambda x: x.rename("raw", "uid")),
+    (KeyError, "absent", lambda x: x.select(["absent"])),
+    (KeyError, "absent", lambda x: x.pop(["ids"], ["uid"], ["absent"])),
+    (IndexError, "ind(ex|ices)|range", lambda x: x[:0][0]),
+]
+INDICES = (3, -4, [3], torch.tensor([-4]), [True, False], [0.5], [[0, 1]])
+MISUSE += [(IndexError, "ind(ex|ices)|range", lambda x, index=index: x[index]) for index in INDICES]
 
 
-@pytest.mark.parametrize("message", INCONSISTENT)
-def test_inconsistent_rows_are_named(message):
-    with pytest.raises(ValueError, match=message):
-        DataProto.from_dict(*INCONSISTENT[message])
+@pytest.mark.parametrize("error, said, misuse", MISUSE)
+def test_misuse_is_named_and_changes_nothing(error, said, misuse):
+    data = make(3)
+    with pytest.raises(error, match=said):
+        misuse(data)
+    same(data, make(3))
+
+
+CONFLICTS = [("batch", "ids", torch.tensor([0, 1, 9])), ("batch", "ids", torch.tensor([0.0, 1.0, 2.0]))]
+CONFLICTS += [("batch", "tokens", torch.zeros(3, 2)), ("non_tensor_batch", "raw", np.array([0, 1, 2]))]
+CONFLICTS += [("non_tensor_batch", "uid", np.array(["u0", "u1", "x"], dtype=object))]
+CONFLICTS += [("meta_info", "eos_token_id", 3), ("meta_info", "eos_token_id", torch.ones(2))]
+
+
+@pytest.mark.parametrize("part, key, value", CONFLICTS)
+def test_union_conflicts_are_named_and_change_nothing(part, key, value):
+    data, other = make(3), make(3)
+    getattr(other, part)[key] = value
+    other.batch["new"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=rf"{part}\['{key}'\]"):
+        data.union(other)
+    same(data, make(3))
 
 
 # --- rows
@@ -110,13 +137,8 @@ def test_indexing_as_a_list_does(rows, data):
     assert item.non_tensor_batch["uid"] == reference[i]["uid"]
 
 
-@pytest.mark.parametrize("index", [3, -4, [3], torch.tensor([-4]), [True, False], [0.5], [[0, 1]]])
-def test_wrong_indices(index):
-    with pytest.raises(IndexError):
-        make(3)[index]
-
-
-def test_slices_are_views_and_selections_are_copies():
+def test_what_results_share():
+    """Slices are views and selections are copies; each has dicts of its own."""
     data = make(6)
     data[2:4].batch["ids"][:] = -1
     data.chunk(3)[0].batch["ids"][:] = -2
@@ -125,10 +147,6 @@ def test_slices_are_views_and_selections_are_copies():
     for copied in (data[[0, 1]], data.repeat(1), data.repeat(1, interleave=False), DataProto.concat([data])):
         copied.batch["ids"][:] = 7
     assert data.batch["ids"].tolist() == [-2, -2, -1, -1, 4, -3]
-
-
-def test_results_own_their_dicts():
-    data = make(4)
     for derived in (data[:2], data.select(), data.chunk(2)[0], data.repeat(2), data[[1]]):
         derived.meta_info["new"] = 1
         derived.non_tensor_batch["new"] = derived.non_tensor_batch["uid"]
@@ -137,59 +155,33 @@ def test_results_own_their_dicts():
 
 
 @quick
-@given(rows=ROWS, seed=st.integers(0, 99))
-def test_reorder_in_place(rows, seed):
-    data, order = make(rows), torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-    assert data.reorder(order) is None and rows_of(data) == rows_of(make(rows)[order])
-
-
-@quick
-@given(rows=st.integers(0, 8), times=st.integers(0, 4), interleave=st.booleans())
-def test_repeat(rows, times, interleave):
-    reference = rows_of(make(rows))
-    expected = [row for row in reference for _ in range(times)] if interleave else reference * times
-    repeated = make(rows).repeat(times, interleave)
-    assert rows_of(repeated) == expected and len(repeated) == rows * times
-
-
-@quick
-@given(times=st.lists(st.integers(0, 4), min_size=1, max_size=9))
-def test_sample_level_repeat(times):
-    expected = [row for row, n in zip(rows_of(make(len(times))), times) for _ in range(n)]
+@given(rows=st.integers(0, 8), n=st.integers(0, 4), data=st.data())
+def test_rows_in_another_order_and_several_times(rows, n, data):
+    reference, reordered = rows_of(make(rows)), make(rows)
+    order = data.draw(st.permutations(range(rows)))
+    assert reordered.reorder(order) is None and rows_of(reordered) == [reference[i] for i in order]
+    assert rows_of(make(rows).repeat(n)) == [row for row in reference for _ in range(n)]
+    assert rows_of(make(rows).repeat(n, interleave=False)) == reference * n
+    times = data.draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
     for form in (times, tuple(times), np.array(times), torch.tensor(times)):
-        assert rows_of(make(len(times)).sample_level_repeat(form)) == expected
-
-
-def test_gradients_pass_through():
-    x = torch.zeros(4, 3, requires_grad=True)
-    data = DataProto.from_dict({"x": x})
-    for derived in (data.repeat(2), data[[0, 0]], DataProto.concat([data[:2], data[2:]])):
-        derived.batch["x"][:, 0].sum().backward()
-    assert x.grad[:, 0].tolist() == [5.0, 3.0, 3.0, 3.0]
+        expected = [row for row, own in zip(reference, times) for _ in range(own)]
+        assert rows_of(make(rows).sample_level_repeat(form)) == expected
 
 
 # --- parts
 @quick
-@given(rows=st.integers(0, 12), chunks=st.integers(1, 6))
-def test_chunk_and_concat(rows, chunks):
-    data = make(rows)
-    if rows % chunks:
-        with pytest.raises(ValueError, match=f"{rows} rows.*{chunks}"):
-            data.chunk(chunks)
+@given(rows=st.integers(0, 12), n=st.integers(1, 13))
+def test_chunk_split_and_concat(rows, n):
+    data, size = make(rows), -(-rows // n)
+    if rows % n:
+        with pytest.raises(ValueError, match=f"{rows} rows.*{n}"):
+            data.chunk(n)
         data.meta_info[DataProtoConfig.auto_padding_key] = True
-    parts = data.chunk(chunks)
-    size = -(-rows // chunks)
-    assert [len(p) for p in parts] == [max(0, min(size, rows - i * size)) for i in range(chunks)]
-    same(DataProto.concat(parts), data)
-
-
-@quick
-@given(rows=st.integers(1, 12), size=st.integers(1, 13))
-def test_split_and_concat(rows, size):
-    data = make(rows)
-    parts = data.split(size)
-    assert [rows_of(p) for p in parts] == [rows_of(data)[i : i + size] for i in range(0, rows, size)]
-    same(DataProto.concat(parts), data)
+    chunks, parts = data.chunk(n), data.split(n)
+    assert [len(p) for p in chunks] == [max(0, min(size, rows - i * size)) for i in range(n)]
+    assert [rows_of(p) for p in parts] == [rows_of(data)[i : i + n] for i in range(0, rows, n)]
+    same(DataProto.concat(chunks), data)
+    same(DataProto.concat(parts or [data]), data)
 
 
 def test_concat_merges_meta_info():
@@ -203,15 +195,6 @@ def test_concat_merges_meta_info():
     parts[2].meta_info["eos_token_id"] = 3
     with pytest.raises(ValueError, match="eos_token_id"):
         DataProto.concat(parts)
-
-
-def test_concat_names_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"'tokens'.*\[2, 3\].*\[2, 4\]"):
-        DataProto.concat([make(2, width=3), make(2, width=4)])
-    other = make(2)
-    other.pop(["mask"])
-    with pytest.raises(ValueError, match="'mask' is not in every part"):
-        DataProto.concat([make(2), other])
 
 
 @quick
@@ -242,36 +225,18 @@ def test_iterator_in_the_order_of_torchs_loader(size, epochs, shuffle):
 
 
 # --- keys
-def test_select():
+def test_select_pop_and_rename():
     data = make(3)
     chosen = data.select(["ids"], ["uid"], [])
     assert [*chosen.batch.keys()] == ["ids"] and [*chosen.non_tensor_batch] == ["uid"] and chosen.meta_info == {}
     assert chosen.batch["ids"] is data.batch["ids"]
-    with pytest.raises(KeyError, match="absent"):
-        data.select(["absent"])
-
-
-def test_pop():
-    data = make(3)
-    with pytest.raises(KeyError, match="absent"):
-        data.pop(["ids"], ["uid"], ["absent"])
-    same(data, make(3))
     popped = data.pop(["ids"], ["uid"], ["eos_token_id"])
     assert [*popped.batch.keys()] == ["ids"] and [*popped.non_tensor_batch] == ["uid"]
     assert popped.meta_info == {"eos_token_id": 2} and data.meta_info == {}
     assert {*data.batch.keys()} == {"tokens", "mask", "half"} and [*data.non_tensor_batch] == ["raw"]
     same(data.union(popped), make(3))
-
-
-def test_rename():
-    data = make(3)
     assert data.rename("ids", "numbers").rename(["numbers", "uid"], ["ids2", "uid2"]) is data
     assert {*data.batch.keys()} == {"ids2", "tokens", "mask", "half"} and {*data.non_tensor_batch} == {"uid2", "raw"}
-    for old, new in (("absent", "x"), ("ids2", "tokens"), ("ids2", "raw"), ("raw", "uid2")):
-        with pytest.raises(KeyError, match=f"{old}|{new}"):
-            data.rename(old, new)
-    with pytest.raises(ValueError, match="as many"):
-        data.rename(["ids2"], ["a", "b"])
     assert data.batch["ids2"].tolist() == [0, 1, 2] and data.batch["tokens"].shape == (3, 3)
 
 
@@ -286,38 +251,21 @@ def test_union_commutes_and_accepts_equal_values(rows, keys):
     same(a, a.union(b))
 
 
-CONFLICTS = [("batch", "ids", torch.tensor([0, 1, 9])), ("batch", "ids", torch.tensor([0.0, 1.0, 2.0]))]
-CONFLICTS += [("batch", "tokens", torch.zeros(3, 2)), ("non_tensor_batch", "raw", np.array([0, 1, 2]))]
-CONFLICTS += [("non_tensor_batch", "uid", np.array(["u0", "u1", "x"], dtype=object))]
-CONFLICTS += [("meta_info", "eos_token_id", 3), ("meta_info", "eos_token_id", torch.ones(2))]
-
-
-@pytest.mark.parametrize("part, key, value", CONFLICTS)
-def test_union_conflicts_are_named_and_change_nothing(part, key, value):
-    data, other = make(3), make(3)
-    getattr(other, part)[key] = value
-    other.batch["new"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=rf"{part}\['{key}'\]"):
-        data.union(other)
-    same(data, make(3))
-
-
 def test_union_of_nan_negative_zero_and_nested_values():
     def nested():
         objects = {"o": [{"a": np.array([1.0, np.nan])}, [float("nan"), (torch.ones(1),)]]}
         return DataProto.from_dict({"x": torch.tensor([float("nan"), 0.0])}, objects, {"t": torch.tensor([1, 2])})
 
     nested().union(nested())
-    changed = nested()
-    changed.batch["x"] = torch.tensor([float("nan"), -0.0])
-    nested().union(changed)
-    changed.non_tensor_batch["o"][0]["a"][0] = 2.0
+    other = nested()
+    other.batch["x"] = torch.tensor([float("nan"), -0.0])
+    nested().union(other)
+    other.non_tensor_batch["o"][0]["a"][0] = 2.0
     with pytest.raises(ValueError, match="'o'"):
-        nested().union(changed)
+        nested().union(other)
 
 
-# --- empty ones, description, device
-def test_empty():
+def test_no_rows_and_no_tensors():
     data = DataProto()
     assert len(data) == 0 and len(data.repeat(3)) == 0 and len(data[[]]) == 0 and data.split(2) == []
     assert [len(c) for c in data.chunk(2)] == [0, 0]
@@ -326,12 +274,7 @@ def test_empty():
     same(DataProto().union(make(2)), make(2))
     same(make(2).union(DataProto()), make(2))
     same(DataProto.concat([make(2)[:0], DataProto(), make(2)]), make(2))
-    with pytest.raises(IndexError):
-        data[0]
     assert [*make(3)[:0].batch.keys()] == ["ids", "tokens", "mask", "half"]
-
-
-def test_objects_without_tensors():
     data = DataProto.from_dict(non_tensors={"o": ["a", "b", "c"]})
     assert len(data) == 3 and data[1].batch is None and data[1].non_tensor_batch == {"o": "b"}
     assert data.repeat(2).non_tensor_batch["o"].tolist() == ["a", "a", "b", "b", "c", "c"]
@@ -369,11 +312,13 @@ PLAIN = st.recursive(
 
 
 @settings(max_examples=15)
-@given(values=st.lists(PLAIN, min_size=1, max_size=3), meta=PLAIN)
-def test_files_hold_plain_values(tmp_path_factory, values, meta):
-    path = tmp_path_factory.getbasetemp() / "plain"
-    DataProto.from_dict({"x": torch.arange(len(values))}, {"o": values}, {"m": meta}).save_to_disk(path)
+@example(values=[], meta=None, tensors=False)
+@given(values=st.lists(PLAIN, max_size=3), meta=PLAIN, tensors=st.booleans())
+def test_files_hold_plain_values(tmp_path_factory, values, meta, tensors):
+    path, tensors = tmp_path_factory.getbasetemp() / "plain", {"x": torch.arange(len(values))} if tensors else {}
+    DataProto.from_dict(tensors, {"o": values}, {"m": meta}).save_to_disk(path)
     loaded = DataProto.load_from_disk(path)
+    assert (loaded.batch is None) == (not tensors) and len(loaded) == len(values)
     assert repr(loaded.non_tensor_batch["o"].tolist()) == repr(values) and repr(loaded.meta_info) == repr({"m": meta})
 
 
@@ -470,13 +415,6 @@ def test_images_of_each_mode_go_into_a_file(tmp_path, mode):
         DataProto.from_dict(non_tensors={"o": [image.convert("CMYK")]}).save_to_disk(tmp_path / "f")
 
 
-@pytest.mark.parametrize("data", [DataProto(), DataProto.from_dict(non_tensors={"o": [1, "a"]}, meta_info={"a": 1})])
-def test_files_without_tensors(tmp_path, data):
-    data.save_to_disk(tmp_path / "f")
-    loaded = DataProto.load_from_disk(tmp_path / "f")
-    assert loaded.batch is None and len(loaded) == len(data) and loaded.meta_info == data.meta_info
-
-
 def test_a_loaded_file_can_be_changed_and_saved_over(tmp_path):
     path = tmp_path / "f"
     make(3).save_to_disk(path)
@@ -558,7 +496,7 @@ def test_all_gather_of_two_ranks():
     run_ranks(2, gather)
 
 
-def test_future_waits_only_in_get():
+def test_a_future_waits_only_in_get_and_passes_errors_on():
     gate = threading.Event()
 
     def late(i):
@@ -571,14 +509,13 @@ def test_future_waits_only_in_get():
         halves = parts[1].chunk(3)
         assert not gate.is_set()
         gate.set()
-        same(future.get(), make(6))
-        same(parts[1].get(), make(6)[3:])
-        same(halves[2].get(), make(6)[5:])
-        same(parts[0].get(), make(6)[:3])
-
-
-def test_future_passes_errors_on():
-    with ThreadPoolExecutor(1) as pool:
+        for part, rows in (
+            (future, make(6)),
+            (parts[1], make(6)[3:]),
+            (halves[2], make(6)[5:]),
+            (parts[0], make(6)[:3]),
+        ):
+            same(part.get(), rows)
         with pytest.raises(FileNotFoundError, match="nowhere"):
             DataProtoFuture.concat([pool.submit(open, "nowhere")]).chunk(2)[0].get()
         with pytest.raises(TypeError, match="future 1 gave a int"):

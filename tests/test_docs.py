@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 import tyro
 
-from lib.cli.flags import OTHER_NAMES
+from lib.args import groups
+from lib.cli.flags import OTHER_NAMES, switched, walk
 from lib.cli.yaml_files import read_yaml
+from lib.core_algos import LOSS_AGG_MODES, compute_rollout_correction
+from lib.data import RLHFDataset
+from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, TOKEN_MASKS
+from lib.log.alerts import ALERTS, COUNTS
+from lib.model import load_tokenizer
+from rewards import compute_score
+from tests.common import ROOT, TOY_MODEL
 
-ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-DOCS = [*PAGES, *sorted((ROOT / "papers").glob("*.md"))]
+DOCS = [*PAGES, *sorted((ROOT / "papers").glob("*.md")), *(ROOT / "docs").glob("*.ipynb")]
 DOCS += [ROOT / name for name in ("README.md", ".github/CONTRIBUTING.md", "AGENTS.md", ".github/SECURITY.md")]
 CODE_LINK = re.compile(r"\[`([^`]+)`\]\(([\w./]+\.py)\)")
 SCRIPTS = ("grpo", "ppo", "remax", "dapo")
@@ -53,11 +61,6 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_index_lists_every_page():
-    linked = set(re.findall(r"\]\(([^)#]+)", text_of("index.md")))
-    assert {page.name for page in PAGES} - linked == {"index.md"}
-
-
 # ---- flags ---------------------------------------------------------------------------------------
 def text_of(doc: str) -> str:
     return (ROOT / doc if doc == "README.md" else ROOT / "docs" / doc).read_text()
@@ -74,8 +77,6 @@ def as_flags(names) -> set[str]:
 @cache
 def flags_of(script: str) -> set[str]:
     """As --help writes them, with the prefixes of settings: --multi-turn, --rollout-correction.reject."""
-    from lib.cli.flags import walk
-
     values = {name: value for name, value, _ in walk(args_of(script)())}
     prefixes = {name.rsplit(".", depth)[0] for name in values for depth in range(1, name.count(".") + 1)}
     negated = {re.sub(r"(\w+)$", r"no-\1", name) for name, value in values.items() if value in (True, False)}
@@ -89,15 +90,10 @@ def choices(script: str, field: str) -> tuple:
 @pytest.mark.parametrize("doc", SCRIPT_OF)
 def test_flags_and_their_values_are_taken(doc):
     """A flag alone is one of the script's; flags with values parse, and the algorithm takes them."""
-    import torch
-
-    from lib.cli.flags import switched
-    from lib.core_algos import compute_rollout_correction
-
     text = re.sub(r"^## Former flags$.*?^(?=## )", "", text_of(doc), flags=re.M | re.S)
     for script, code in dict.fromkeys(SNIPPET.findall(text)):
         script, words = script or SCRIPT_OF[doc], shlex.split(code)
-        if {*words} & (LAUNCHERS | VLLM | OF_TOOLS | {"n", "K"}) or words[0] == "--help":
+        if {*words} & (OF_OTHERS | {"n", "K"}) or words[0] == "--help":
             continue
         if len(words) == 1:
             assert code in flags_of(script), (script, code)
@@ -113,46 +109,28 @@ def test_flags_and_their_values_are_taken(doc):
             compute_rollout_correction(*[torch.ones(2, 1)] * 3, **correction)
 
 
-LAUNCHERS = {"--config_file", "--cpu", "--machine_rank", "--main_process_ip", "--multi_gpu", "--num_processes"}
-LAUNCHERS |= {"--max-restarts", "--nproc-per-node"}  # torchrun's
-VLLM = {
-    *("--generation-config", "--host", "--logprobs-mode", "--lora-modules", "--max-model-len", "--middleware"),
-    *("--override-generation-config", "--enable-scale-out", "--enforce-eager", "--tensor-parallel-size"),
-    *("--weight-transfer-config", "--worker-extension-cls", "--enable-lora", "--max-lora-rank"),
-    "--enable-return-routed-experts",
-}
-OF_TOOLS = {
-    *("--gpus", "--trace"),  # of python -m planner
-    *("--output", "--wheels"),  # of the run page and gpu_check.sh
-    *("--accumulation", "--frozen-dtype", "--local-dir", "--ranks", "--reference"),  # of data/ and tools/memory.py
-    *("--step", "--merged", "--adapter", "--dtype"),  # of tools/export.py
-    *("--figure", "--max-gb", "--ours", "--redact-text", "--tolerance", "--weights"),  # of tools/ and benchmarks/
-    *("--answer-template", "--gold-key"),  # of tools/audit_scorer.py
-    *("--adv-estimators", "--choices", "--flags", "--loss-agg-modes", "--losses", "--script"),  # of tools/lens.py
-    *("--steps", "--tokens"),  # and tools/oracle.py
-    *("--binary", "--exclude-standard", "--no-ext-diff", "--others"),  # of git
-    *("--requeue", "--security-opt"),  # of others
-}
+OF_OTHERS = """
+accelerate and torchrun: --config_file --cpu --machine_rank --main_process_ip --multi_gpu --num_processes
+  --max-restarts --nproc-per-node
+vLLM: --enable-lora --enable-return-routed-experts --enable-scale-out --enforce-eager --generation-config --host
+  --logprobs-mode --lora-modules --max-lora-rank --max-model-len --middleware --no-enable-chunked-prefill
+  --override-generation-config --tensor-parallel-size --weight-transfer-config --worker-extension-cls
+python -m planner: --gpus --trace
+tools/, data/ and benchmarks/: --accumulation --adapter --adv-estimators --answer-template --choices --dtype --figure
+  --flags --frozen-dtype --gold-key --local-dir --loss-agg-modes --losses --max-gb --merged --ours --output --ranks
+  --redact-text --reference --script --step --steps --tokens --tolerance --weights --wheels
+git: --binary --exclude-standard --no-ext-diff --others
+pip, uv, docker, unshare and others: --extra --extra-index-url --ipc --map-root-user --net --requeue --rm
+  --security-opt --ulimit --user
+"""
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w(?![\w-])")
-
-
-OF_OTHERS = {
-    *("--extra", "--extra-index-url"),  # of pip and uv
-    *("--ipc", "--rm", "--ulimit"),  # of docker
-    *("--map-root-user", "--net", "--user"),  # of unshare
-    "--no-enable-chunked-prefill",  # of vLLM
-}
-
-
-def flags_of_methods() -> set[str]:
-    """Those that the diffs of papers/ add."""
-    diffs = "".join(file.read_text() for file in ROOT.glob("papers/*.diff"))
-    return as_flags(re.findall(r"^\+    (\w+): ", diffs, flags=re.M))
+OF_OTHERS = {*FLAG.findall(OF_OTHERS)}
 
 
 def flags_of_programs() -> set[str]:
-    """Of data/, benchmarks/, rewards/ and tools/: parameters, fields of dataclasses and words."""
-    names = set()
+    """Those that the diffs of papers/ add; parameters, fields and words of data/, benchmarks/, rewards/ and tools/."""
+    diffs = "".join(file.read_text() for file in ROOT.glob("papers/*.diff"))
+    names = {*re.findall(r"^\+    (\w+): ", diffs, flags=re.M)}
     for path in files("data", "rewards", "benchmarks", "tools"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.arg):
@@ -170,40 +148,28 @@ FORMER_SETTINGS = ("--loss-kwargs.", "--adv-kwargs.", "--token-masks.", "--rollo
 RENAMED |= as_flags(read_yaml(OTHER_NAMES, "")["defaults.md"])
 
 
-def test_flags_that_documents_name_exist():
-    """In a script, in a program of ours, or in one that is listed here."""
-    known = {flag for script in SCRIPTS for flag in flags_of(script)} | flags_of_programs() | flags_of_methods()
-    known |= LAUNCHERS | VLLM | OF_TOOLS | OF_OTHERS | RENAMED
+def test_flags_that_documents_and_code_name_exist():
+    """Code: in help, errors and comments. In a script, in a program of ours, or in one that is listed here."""
+    ours = {flag for script in SCRIPTS for flag in flags_of(script)} | OF_OTHERS
+    known = ours | flags_of_programs() | RENAMED
     named = {(doc.name, flag) for doc in DOCS for flag in FLAG.findall(doc.read_text()) if flag not in known}
     assert {(page, flag) for page, flag in named if not flag.startswith(FORMER_SETTINGS)} == set()
-
-
-def test_flags_that_the_code_names_exist():
-    """In help, errors and comments."""
-    ours = {flag for script in SCRIPTS for flag in flags_of(script)}
     paths = [ROOT / f"{script}.py" for script in SCRIPTS] + files("lib", "agent", "servers", "planner", "rewards")
     lines = [line for path in paths for line in path.read_text().splitlines() if "-->" not in line]  # no drawings
-    named = {name for line in lines for name in FLAG.findall(line)}
-    assert named - ours - LAUNCHERS - VLLM - OF_TOOLS == set()
+    assert {name for line in lines for name in FLAG.findall(line)} - ours == set()
 
 
-def test_servers_are_started_on_an_address():
-    """vLLM's default is all interfaces, and in dev mode it obeys whoever comes."""
-    rooms = ("docs", "lib", "agent", "servers", "planner", "rewards", "tools")
-    paths = [ROOT / "README.md", *files(*rooms, suffixes=(".md", ".py", ".sh"))]
-    texts = [path.read_text().replace("\\\n", "") for path in paths]
-    commands = [line for text in texts for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
+def test_commands_start_servers_on_an_address_and_name_modules_that_exist():
+    """vLLM's default is all interfaces, and in dev mode it obeys whoever comes. Modules: python -m tools.memory,
+    --worker-extension-cls servers.worker.WorkerExtension."""
+    rooms = ("docs", "lib", "agent", "servers", "planner", "rewards", "tools", "benchmarks")
+    paths = [ROOT / "README.md", ROOT / "Makefile", *files(*rooms, suffixes=(".md", ".py", ".sh", ""))]
+    text = "\n".join(path.read_text().replace("\\\n", "") for path in paths)
+    commands = [line for line in text.splitlines() if re.search(r"api_server |vllm serve ", line)]
     assert len(commands) >= 2
     assert [line for line in commands if "--host" not in line] == []
-
-
-def test_modules_that_commands_name_exist():
-    """Of ours: python -m tools.memory, --worker-extension-cls servers.worker.WorkerExtension."""
-    rooms = ("docs", "lib", "agent", "servers", "planner", "tools", "benchmarks")
-    paths = [ROOT / "README.md", ROOT / "Makefile", *files(*rooms, suffixes=(".md", ".py", ".sh", ""))]
-    texts = [path.read_text() for path in paths]
-    ours = re.compile(r"(?:-m |--worker-extension-cls )((?:lib|servers|tools|data|benchmarks)(?:\.[a-z_]\w*)+)")
-    named = {module for text in texts for module in ours.findall(text)}
+    ours = r"(?:-m |--worker-extension-cls )((?:lib|servers|tools|data|benchmarks)(?:\.[a-z_]\w*)+)"
+    named = {*re.findall(ours, text)}
     assert {"tools.memory", "tools.page", "servers.worker"} <= named
     assert [module for module in named if importlib.util.find_spec(module) is None] == []
 
@@ -213,7 +179,7 @@ GROUPS = "actor|agent|async|critic|perf|reward|response_length|rollout|timing_s|
 METRIC = re.compile(rf"`((?:{GROUPS})/[^` ]+)`")
 
 
-def test_metrics_that_troubleshooting_names_are_explained():
+def test_troubleshooting_has_a_section_for_each_alert_and_its_metrics_are_explained():
     """In the first column of a table, where runs of all scripts look for what they log."""
     lines = [line for page in PAGES if page.name != "troubleshooting.md" for line in page.read_text().splitlines()]
     rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
@@ -223,26 +189,16 @@ def test_metrics_that_troubleshooting_names_are_explained():
     explained |= {f"training/rows_dropped/{reason}" for reason in reasons} | {f"timing_s/{stage}" for stage in stages}
     named = set(METRIC.findall(text_of("troubleshooting.md")))
     assert len(named) > 40 and named - explained == set()
-
-
-def test_each_alert_has_a_section_in_troubleshooting():
-    from lib.log.alerts import ALERTS, COUNTS
-
+    assert {alert.metric for alert in ALERTS} <= named
     sections = {alert.section for alert in ALERTS} | {section for _, section in COUNTS.values()}
     assert sections - anchors(ROOT / "docs/troubleshooting.md") == set()
-    metrics = {alert.metric for alert in ALERTS}
-    assert metrics - {*METRIC.findall(text_of("troubleshooting.md"))} == set()
 
 
 # ---- data ----------------------------------------------------------------------------------------
 def test_the_row_of_the_readme_is_one(tmp_path):
-    from lib.data import RLHFDataset
-    from lib.model import load_tokenizer
-    from rewards import compute_score
-
     [row] = re.findall(r"^```json\n(.*)\n```", text_of("README.md"), flags=re.M)
     (tmp_path / "a.jsonl").write_text(row)
-    [item] = RLHFDataset(tmp_path / "a.jsonl", load_tokenizer(str(ROOT / "data/toy/model")), max_prompt_length=32)
+    [item] = RLHFDataset(tmp_path / "a.jsonl", load_tokenizer(TOY_MODEL), max_prompt_length=32)
     truth = item["reward_model"]["ground_truth"]
     assert compute_score(item["data_source"], f"={truth}", truth, item["extra_info"])["score"] == 1
 
@@ -260,10 +216,6 @@ def test_the_code_in_the_readme_is_that_of_grpo():
 
 # ---- tables --------------------------------------------------------------------------------------
 def test_tables_of_algorithms_are_complete():
-    from lib.args import groups
-    from lib.core_algos import LOSS_AGG_MODES
-    from lib.declared import ADV_ESTIMATORS, CRITERIA, POLICY_LOSSES, TOKEN_MASKS
-
     tables = {
         "Advantages": ADV_ESTIMATORS,
         "Policy losses": POLICY_LOSSES,
@@ -282,27 +234,13 @@ def test_tables_of_algorithms_are_complete():
         assert sorted(listed) == sorted(names), title
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_help_lists_every_estimator_and_loss(script):
-    from lib.declared import ADV_ESTIMATORS, POLICY_LOSSES
-
-    assert set(choices(script, "loss")) == set(POLICY_LOSSES)
-    if script in ("grpo", "dapo"):
-        assert set(choices(script, "adv_estimator")) == set(ADV_ESTIMATORS)
-
-
-# ---- templates -----------------------------------------------------------------------------------
-def test_the_installation_page_names_the_pinned_torch_and_files_that_exist():
+def test_what_other_files_name_is_there():
+    linked = set(re.findall(r"\]\(([^)#]+)", text_of("index.md")))
+    assert {page.name for page in PAGES} - linked == {"index.md"}
     page, requirements = text_of("installation.md"), (ROOT / "requirements.txt").read_text()
     assert {*re.findall(r"torch==[\d.]+", page)} == {*re.findall(r"^torch==[\d.]+", requirements, flags=re.M)}
     assert all((ROOT / "tools/launch" / name).exists() for name in re.findall(r"\brequirements-\w+\.txt", page))
-
-
-def test_the_fast_tests_of_the_makefile_are_there():
-    [names] = re.findall(r"^FAST := (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
-    assert [name for name in names.split() if not (ROOT / "tests" / name).exists()] == []
-
-
-def test_the_citation_is_of_the_version():
+    [fast] = re.findall(r"^FAST := (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert [name for name in fast.split() if not (ROOT / "tests" / name).exists()] == []
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

@@ -11,19 +11,6 @@ from planner.fake_gpu import register_fake_gpu
 from tests.distributed.test_waits import exit_code, start_ranks, store  # noqa: F401  two fixtures
 
 
-def test_no_run_on_gpus_uses_cudnns_attention(start_ranks, monkeypatch):  # noqa: F811
-    """G8: it plans each new shape for up to a second."""
-
-    def main(_):
-        launch.accelerator = lambda: torch.device("cuda")
-        torch.cuda.set_device = lambda device: None
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        assert init_distributed().device.type == "cuda"
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-    assert [exit_code(rank) for rank in start_ranks(1, main)] == [0]
-
-
 class OnDevice(TorchDispatchMode):
     """Counts operations whose result is on the accelerator."""
 
@@ -43,13 +30,22 @@ def launches_of_gae(T: int) -> int:
     return counted.launches
 
 
-def test_gae_launches_no_kernel_per_column(start_ranks):  # noqa: F811
-    """G13: eight kernels for each token of the longest response took 5 s at 64k tokens."""
+def test_no_cudnn_attention_and_no_kernel_per_column(start_ranks):  # noqa: F811
+    """G8: cuDNN's attention plans each new shape for up to a second. G13: eight kernels for each token of the longest
+    response took 5 s at 64k tokens."""
 
-    def main(_):  # in a process of its own, as torch cannot unregister the accelerator
+    def attention(_):
+        launch.accelerator = lambda: torch.device("cuda")
+        torch.cuda.set_device = lambda device: None
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        assert init_distributed().device.type == "cuda"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+    def gae(_):
         assert launches_of_gae(64) == launches_of_gae(8) < 40
 
-    assert [exit_code(rank) for rank in start_ranks(1, main)] == [0]
+    for main in (attention, gae):  # in a process of its own, as torch cannot unregister the accelerator
+        assert [exit_code(rank) for rank in start_ranks(1, main)] == [0], main
 
 
 def test_gpu_check_compares_attentions_on_prompts_of_many_lengths():

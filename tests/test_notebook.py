@@ -12,7 +12,6 @@ from nbclient import NotebookClient
 from traitlets.config import Config
 
 from tests.common import ROOT, SMALL, fork, ran
-from tests.test_docs import anchors
 
 FIRST, READING = ROOT / "docs/first_run.ipynb", ROOT / "docs/reading_a_run.ipynb"
 
@@ -73,13 +72,9 @@ def test_a_run_is_read_from_top_to_bottom(execute, tmp_path):
 
 
 @pytest.mark.parametrize("file", [FIRST, READING], ids=lambda file: file.stem)
-def test_its_outputs_are_committed_and_its_links_lead_somewhere(file: Path):
+def test_its_outputs_are_committed(file: Path):
     notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert {output.output_type for output in outputs} == {"stream", "display_data", "execute_result"}  # no error
     assert file.stat().st_size < 120_000 and str(Path.home()) not in text_of(outputs)
-    for cell in notebook.cells:
-        for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]+)(#([^)]+))?\)", cell.source):
-            assert (file.parent / target).exists(), target
-            assert not anchor or anchor in anchors(file.parent / target), (target, anchor)

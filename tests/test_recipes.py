@@ -75,27 +75,22 @@ def figures(run: Command) -> str:
     return f"{said[said.index('fits: ') :]}\n"
 
 
-@every_recipe
-def test_figures_are_those_of_today(recipe):
+def present(recipe: str) -> str:
+    """The text with today's figures: of its training, and after `--dry-run 1 [more flags]`: 12.3 GiB (backward)."""
     [run] = trainings(recipe)
-    assert FIGURES.findall(recipe) == [figures(run)], "run python -m tests.test_recipes"
 
-
-def with_present_worst(recipe: str) -> str:
-    """The text; where it says `--dry-run 1 [more flags]`: 12.3 GiB (backward), of its training, as it is now."""
-
-    def present(found: re.Match) -> str:
+    def worst(found: re.Match) -> str:
         ranks = int(found[1])
-        args = dry_run(trainings(recipe)[0]._replace(ranks=ranks), *shlex.split(found[2]))
+        args = dry_run(run._replace(ranks=ranks), *shlex.split(found[2]))
         moment, size = worst_moment(memory_of(args, ranks, H100.memory))
         return f"`--dry-run {found[1]}{found[2]}`: {size / GIB:.1f} GiB ({moment})"
 
-    return WORST.sub(present, recipe)
+    return FIGURES.sub(lambda _: figures(run), WORST.sub(worst, recipe))
 
 
 @every_recipe
-def test_worst_moments_on_other_gpus_are_those_of_today(recipe):
-    assert recipe == with_present_worst(recipe), "run python -m tests.test_recipes"
+def test_figures_are_those_of_today(recipe):
+    assert len(FIGURES.findall(recipe)) == 1 and recipe == present(recipe), "run python -m tests.test_recipes"
 
 
 # ---- commands ------------------------------------------------------------------------------------
@@ -186,6 +181,15 @@ def smaller(args: Any, model: str) -> list[str]:
     return words.split()
 
 
+OF_VLLM = ("--gpu-memory-utilization", "--rollout-tensor-parallel-size")  # hf samples here
+
+
+def without(words: list[str], flags: tuple[str, ...]) -> list[str]:
+    """The words without these flags and the one value of each."""
+    left_out = {at + i for at, word in enumerate(words) if word in flags for i in (0, 1)}
+    return [word for at, word in enumerate(words) if at not in left_out]
+
+
 @every_recipe
 def test_commands_run(recipe, model, tmp_path):
     make_data(recipe, tmp_path)
@@ -195,17 +199,12 @@ def test_commands_run(recipe, model, tmp_path):
         args = parsed(run, "--dry-run", str(run.ranks))
         if "--model" not in run.words:  # it goes on with the flags of another
             continue
-        words = run.words
-        if "--gpu-memory-utilization" in words:  # a flag of vLLM; hf samples here
-            at = words.index("--gpu-memory-utilization")
-            words = [*words[:at], *words[at + 2 :]]
-        words = [*words, *smaller(args, model), "--run-name", str(number)]
+        words = [*without(run.words, OF_VLLM), *smaller(args, model), "--run-name", str(number)]
         done = ran(fork(run.script, tmp_path, *words, preset=[]))
-        logged: dict = {}
-        for row in metrics(tmp_path / str(number), timings=True):
-            logged |= row
-        rows = args.num_mini_batches * min(args.group_size, 4)
-        assert logged["step"] == 1 and logged["training/rows_in"] >= rows, done.stdout
+        rows = metrics(tmp_path / str(number), timings=True)
+        logged = {key: value for row in rows for key, value in row.items()}
+        least = args.num_mini_batches * min(args.group_size, 4)
+        assert logged["step"] == 1 and logged["training/rows_in"] >= least, done.stdout
         assert logged["actor/grad_norm"] >= 0, done.stdout
         assert logged["val/unscored"] == logged["reward/error_count"] == 0, done.stdout
         known |= logged.keys()
@@ -222,5 +221,4 @@ def test_the_corpus_of_the_page_answers_its_questions(tmp_path):
 
 if __name__ == "__main__":
     for recipe in SECTIONS.values():
-        present = FIGURES.sub(figures(trainings(recipe)[0]), with_present_worst(recipe))
-        PAGE.write_text(PAGE.read_text().replace(recipe, present))
+        PAGE.write_text(PAGE.read_text().replace(recipe, present(recipe)))

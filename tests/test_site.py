@@ -52,33 +52,19 @@ def browser(site):
         chromium.close()
 
 
-def test_it_is_small(site):
-    """Pages of code are plain: with the theme and colours they took 43 MB."""
+def test_it_is_small_and_has_every_flag_every_formula_and_the_quoted_code(site):
+    """Pages of code are plain: with the theme and colours they took 43 MB. Formulas are drawn without a script."""
     assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) < 20_000_000
-    assert "unpkg.com" not in read(site, "index")
-
-
-def read(site, name: str) -> str:
-    return (site / f"{name}.html").read_text()
-
-
-def test_the_reference_has_every_flag_and_kernel(site):
-    flags = read(site, "reference/flags")
+    read = lambda name: (site / f"{name}.html").read_text()  # noqa: E731
+    assert "unpkg.com" not in read("index") and estimate_advantages.__name__ in read("reference/kernels")
+    flags = read("reference/flags")
     for script in (grpo, ppo, remax, dapo):
         names = [as_flag(name) for name, *_ in walk(parse_flags(script.Args, []))]
         assert [name for name in names if f"<code>{name}</code>" not in flags] == []
-    assert estimate_advantages.__name__ in read(site, "reference/kernels")
-
-
-def test_formulas_are_drawn_without_a_script(site):
     for name in ("grpo", "ppo", "remax", "dapo", "multi_turn", "papers/distill"):
-        text = read(site, name)
-        assert text.count("<math") > 1 and "arithmatex" not in text, name
-
-
-def test_a_link_to_quoted_code_leads_to_its_line(site):
-    [number] = re.findall(r'code/grpo\.py\.html#L(\d+)"><code>def grpo_advantages\(', read(site, "grpo"))
-    assert f'<span id="L{number}"></span>def grpo_advantages(' in read(site, "code/grpo.py")
+        assert read(name).count("<math") > 1 and "arithmatex" not in read(name), name
+    [number] = re.findall(r'code/grpo\.py\.html#L(\d+)"><code>def grpo_advantages\(', read("grpo"))
+    assert f'<span id="L{number}"></span>def grpo_advantages(' in read("code/grpo.py")
     assert (ROOT / "grpo.py").read_text().splitlines()[int(number) - 1].startswith("def grpo_advantages(")
 
 

@@ -1,6 +1,5 @@
 """benchmarks/speedrun: entries are in order; tampered records and diffs of other files are not."""
 
-import copy
 import json
 import shlex
 
@@ -29,17 +28,6 @@ def fork_it(command, log, env):
     return 7.0
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """A folder of entries with one that has run for two steps of the embedded task."""
-    folder = tmp_path_factory.mktemp("speedrun")
-    (folder / "idea.diff").write_text(IDEA.replace("\n\n def", "\n \n def"))
-    with pytest.MonkeyPatch.context() as patch:
-        set_up(patch, folder)
-        speedrun.run("idea")
-    return folder
-
-
 def set_up(patch, folder):
     small = shlex.join(word for word in SMALL if word not in ("--no-export-model", "--no-val-before-train"))
     values = {
@@ -57,13 +45,24 @@ def set_up(patch, folder):
         patch.setattr(speedrun, name, value)
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder with an entry that has run for two steps of the embedded task."""
+    folder = tmp_path_factory.mktemp("speedrun")
+    (folder / "idea.diff").write_text(IDEA.replace("\n\n def", "\n \n def"))
+    with pytest.MonkeyPatch.context() as patch:
+        set_up(patch, folder)
+        speedrun.run("idea")
+    return folder
+
+
 @pytest.fixture
 def entry(measured, tmp_path, monkeypatch):
-    """The measured entry in a folder of its own."""
+    """A copy of it."""
     for file in measured.iterdir():
         (tmp_path / file.name).write_text(file.read_text())
     set_up(monkeypatch, tmp_path)
-    return tmp_path, json.loads((tmp_path / "idea.json").read_text())
+    return tmp_path
 
 
 def test_entries_are_in_order_and_the_page_has_their_table(tmp_path):
@@ -73,16 +72,17 @@ def test_entries_are_in_order_and_the_page_has_their_table(tmp_path):
         compile(speedrun.patched(name, tmp_path).read_text(), name, "exec")
     assert speedrun.table() in (ROOT / "docs/results.md").read_text()
 
+    assert len((speedrun.FOLDER / "program.md").read_text().split()) <= 400
 
-def test_a_measured_entry_is_in_order_and_its_diff_took_effect(entry):
+
+def test_a_measured_entry_is_in_order_and_a_second_run_has_its_accuracy(entry, capsys):
     speedrun.check_entry("idea")
-    script = speedrun.patched("idea", entry[0])
-    assert "args.optimizer.lr *= 2" in script.read_text()
+    assert "args.optimizer.lr *= 2" in speedrun.patched("idea", entry).read_text()
     assert "| cpu_120 | [idea]" in speedrun.table() and " | 2 | 7 | " in speedrun.table()
-
-
-def runs(record):
-    return record["budgets"]["cpu_120"]["runs"]
+    speedrun.verify("idea")
+    lines = capsys.readouterr().out.splitlines()
+    recorded, now = (line.partition("accuracy ")[2].partition(", ")[0] for line in lines[-2:])
+    assert recorded == now != ""
 
 
 NO_RUN_WROTE = [  # of a run, and what is said
@@ -91,28 +91,6 @@ NO_RUN_WROTE = [  # of a run, and what is said
     ({"cpu_seconds": 1.1e6}, "more than the budget"),
     ({"seconds": 1.1e6}, "more than the budget"),
 ]
-
-
-def test_a_record_that_no_run_wrote_is_rejected(entry):
-    folder, record = entry
-
-    def rejected(changed: dict, message: str, sign=True) -> None:
-        signed = {"digest": speedrun.digest(changed)} if sign else {}
-        (folder / "idea.json").write_text(json.dumps(changed | signed))
-        with pytest.raises(InputError, match=message):
-            speedrun.check_entry("idea")
-
-    for number, message in NO_RUN_WROTE:
-        changed = copy.deepcopy(record)
-        runs(changed)[0] |= number
-        rejected(changed, message)
-    runs(changed)[0]["accuracy"] = 1.0
-    rejected(changed, "was edited after its runs", sign=False)
-    runs(changed).clear()
-    rejected(changed, "needs seeds")
-    rejected(record | {"diff": "0"}, "is not the diff that was measured")
-
-
 OTHER_DIFFS = [
     ("args.optimizer.lr *= 2", "args.optimizer.lr *= 3", "is not the diff that was measured"),
     ("--- grpo.py", "--- lib/setup.py", "an entry changes grpo.py only"),
@@ -122,20 +100,25 @@ OTHER_DIFFS = [
 ]
 
 
-def test_another_diff_is_rejected(entry):
-    file = entry[0] / "idea.diff"
-    text = file.read_text()
-    for old, new, message in OTHER_DIFFS:
-        file.write_text(text.replace(old, new))
+def test_a_record_that_no_run_wrote_and_another_diff_are_rejected(entry):
+    original, text = (entry / "idea.json").read_text(), (entry / "idea.diff").read_text()
+
+    def rejected(message: str, change=lambda record, runs: None, sign=True) -> None:
+        record = json.loads(original)
+        change(record, record["budgets"]["cpu_120"]["runs"])
+        signed = {"digest": speedrun.digest(record)} if sign else {}
+        (entry / "idea.json").write_text(json.dumps(record | signed))
         with pytest.raises(InputError, match=message):
             speedrun.check_entry("idea")
 
-
-def test_a_second_run_has_the_accuracy_of_the_record(entry, capsys):
-    speedrun.verify("idea")
-    lines = capsys.readouterr().out.splitlines()
-    recorded, now = (line.partition("accuracy ")[2].partition(", ")[0] for line in lines[-2:])
-    assert recorded == now != ""
+    for number, message in NO_RUN_WROTE:
+        rejected(message, lambda _, runs, number=number: runs[0].update(number))
+    rejected("was edited after its runs", lambda _, runs: runs[0].update(accuracy=1.0), sign=False)
+    rejected("needs seeds", lambda _, runs: runs.clear())
+    rejected("is not the diff that was measured", lambda record, _: record.update(diff="0"))
+    for old, new, message in OTHER_DIFFS:
+        (entry / "idea.diff").write_text(text.replace(old, new))
+        rejected(message)
 
 
 def test_claims_that_a_second_run_refutes(monkeypatch):
@@ -157,7 +140,3 @@ def test_a_try_is_logged(monkeypatch, tmp_path, capsys):
     [line] = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     assert line["note"] == "the baseline" and line["seconds"] == 60 and line["run"]["steps"] == 2
     assert f"accuracy {line['run']['accuracy']:.3f}" in capsys.readouterr().out
-
-
-def test_the_program_is_short():
-    assert len((speedrun.FOLDER / "program.md").read_text().split()) <= 400

@@ -62,7 +62,6 @@ BAD_FLAGS = {  # what the message says, by flags
     "--multi-turn.interaction": "--multi-turn x",  # the flags with this prefix are named
     "--config absent.json: cannot be read": "--config absent.json",
     "--config ~nobody-here/x.yaml: cannot be read": "--config ~nobody-here/x.yaml",
-    "--temperature 0.0: must be above 0": "--temperature 0",
     "--lr nan: must be a finite number": "--lr nan",
     "--top-p 0.0: must be above 0 and at most 1": "--top-p 0",
     "--seed -1: must be at least 0 and below 4294967296": "--seed -1",
@@ -71,12 +70,19 @@ BAD_FLAGS = {  # what the message says, by flags
     "--reward-weights 1e+38": "--reward-weights 1e38",
     "--loss-kwargs: cap: give NAME=VALUE": "--loss decoupled --loss-kwargs cap",
     "--loss dro needs dro_beta": "--loss dro",
+    "--loss gspo takes no clip, only cliprange_low, cliprange_high": "--loss gspo --loss-kwargs clip=1",
+    "--loss gpg takes no clip": "--loss gpg --loss-kwargs clip=1",
+    "--loss sapo: tau_pos=0: Input should be greater than 0": "--loss sapo --loss-kwargs tau_pos=0",
+    "--loss sapo: tau_pos=inf: Input should be a finite number": "--loss sapo --loss-kwargs tau_pos=inf",
+    "--loss-kwargs: tau_pos is there twice": "--loss sapo --loss-kwargs tau_pos=1 tau_pos=2",
+    "cov_bounds=5,1: give LOW,HIGH, LOW below HIGH": "--loss clip_cov --loss-kwargs cov_bounds=5,1",
+    "--loss clip_cov takes no seed": "--loss clip_cov --loss-kwargs seed=1",
+    "--loss cispo takes no cap": "--val-only --loss cispo --loss-kwargs cap=2",
     "seq_mean_k1=0.99: give LOW,HIGH": "--rollout-correction.reject seq_mean_k1=0.99",
     "there is no flag --loss-kwargs.cap; did you mean --loss-kwargs?": "--loss-kwargs.cap 2",
     "NaN is no finite number": "--reward-kwargs '{\"x\": NaN}'",
     "1e999 is no finite number": "--reward-kwargs '{\"x\": 1e999}'",
     "--freeze model.(: not a regular expression": "--freeze 'model.('",
-    "--lora-target-modules *_proj: not a regular expression": "--lora-rank 4 --lora-target-modules '*_proj'",
     "--vllm-kwargs has no effect without --rollout-engine vllm": "--rollout-engine hf --vllm-kwargs '{\"seed\": 1}'",
     "--model ./absent: no such folder": "--model ./absent",
     "absent.jsonl: no such file": "--model data/toy/model --train-files absent.jsonl",
@@ -85,12 +91,11 @@ BAD_FLAGS = {  # what the message says, by flags
     "1 numbers for the 2 scorers": "--reward data_source data_source --reward-weights 1",
     "--reward without a scorer": "--reward",
     "--loss-scale-factor has no effect without --loss-agg-mode seq-mean-token-sum-norm": "--loss-scale-factor 9",
-    "--clip-ratio-low has no effect without --loss vanilla": "--loss gspo --clip-ratio-low 0.2",
     "--token-masks takes no cov_keep, only top_entropy, m2po": "--token-masks cov_keep=0.1",
+    "--token-masks takes no entropy, only top_entropy": "--token-masks entropy=1",
     "off_policy_sequence=-5: Input should be greater than or equal to 0": "--token-masks off_policy_sequence=-5",
     "--freeze has no effect with --lora-rank": "--lora-rank 4 --freeze 'model.embed_tokens.*'",
     "that --loss decoupled needs": "--old-log-probs rollout --loss decoupled",
-    "that --token-masks m2po needs": "--old-log-probs rollout --token-masks m2po=0.04",
     "would apply its weight pi_old": "--loss decoupled --rollout-correction.reject token_k2=0.1",
     "--kl-target has no effect without": "--kl-target 0.1 --kl-coef 0",
     "--kl-horizon 1": "--kl-target 0.1 --kl-placement reward --kl-coef 0.1 --kl-horizon 1",
@@ -106,13 +111,11 @@ BAD_FLAGS = {  # what the message says, by flags
     "--run-name '../x': must be one folder's name": "--run-name ../x",
     "--run-name '..': must be one folder's name": "--run-name ..",
     "--agent with --multi-turn.tools: an agent has": "--agent true --multi-turn.tools calculator",
-    "--agent-kwargs has no effect without --agent": "--agent-kwargs timeout=9",
     "--val-kwargs: top_p=2: Input should be less than or equal to 1": "--val-kwargs top_p=2",
     "--val-kwargs top_k has 2 values for 1 --val-files": "--val-kwargs top_k=1,2",
     "--prompt-sampling easy: give uniform, skip:3:0.1 or variance:0.1": "--prompt-sampling easy",
     "--prompt-sampling skip:0: skip_after=0: Input should be greater": "--prompt-sampling skip:0",
     "--total-steps 0: must be at least 1": "--total-steps 0epochs",
-    "--multi-turn.max-turns has no effect": "--agent true --multi-turn.max-turns 9",
     "--multi-turn.context-window 32: must be above --max-prompt": "--agent true --multi-turn.context-window 32",
     "--multi-turn.compact-at 99 needs --multi-turn.max-turn-tokens": COMPACT,
     "99: must be above the tokens of the prompt and a summary": f"{COMPACT} --multi-turn.max-turn-tokens 67",
@@ -141,6 +144,8 @@ REWARDED = f"{MT_GRPO} benchmarks/turn_credit.py:calculator"
 OWN_BAD_FLAGS = {
     "grpo": {
         "invalid choice 'gae'": "--adv-estimator gae",
+        "singleton=one: Input should be 'raw' or 'zero'": "--adv-estimator rloo --adv-kwargs singleton=one",
+        "--adv-estimator rloo takes no epsilon, only": "--adv-estimator rloo --adv-kwargs epsilon=1",
         "gdpo weighs several rewards: name them, --adv-kwargs reward_keys=a,b": "--adv-estimator gdpo",
         "reward_keys names right twice": "--adv-estimator gdpo --adv-kwargs reward_keys=right,a,right",
         "gigpo credits the turns of an episode: it needs --multi-turn": "--adv-estimator gigpo",
@@ -151,10 +156,7 @@ OWN_BAD_FLAGS = {
         "99 with --adv-estimator mt_grpo": f"{REWARDED} --multi-turn.compact-at 99 --multi-turn.max-turn-tokens 4",
         "--kl-placement loss": f"{GDPO} --kl-placement reward --kl-coef 0.1",
         "--kl-placement reward with --adv-estimator grpo": f"{IN_REWARD} --adv-estimator grpo",
-        "--kl-placement reward with --adv-estimator grpo_passk": f"{IN_REWARD} {PASS_K}",
-        "--kl-placement reward with --adv-estimator grpo_leave": f"{IN_REWARD} --adv-estimator grpo_leave_one_out",
         "--kl-placement reward with --adv-estimator maxrl": f"{IN_REWARD} --adv-estimator maxrl",
-        "--reward-weights has no effect with --adv-estimator gdpo": f"{GDPO} --reward-weights 2",
         "reward_keys=...,reward_model": f"{GDPO} --reward-model {TOY_MODEL}",
         "--multi-turn.reward-coef 0": f"{GDPO} --multi-turn.tools calculator",
         "drop it from reward_keys": f"{GDPO} reward_weights=0",
@@ -164,7 +166,6 @@ OWN_BAD_FLAGS = {
         "--old-log-probs has no effect with --loss gpg": "--loss gpg --old-log-probs rollout",
         "epsilon has no effect": f"{PASS_K} --adv-kwargs epsilon=1 norm_adv_by_std_in_grpo=False",
         "there is no flag --singleton; did you mean --adv-kwargs?": "--singleton zero",
-        "--zero-variance has no effect with --group-size 1": "--zero-variance mask --group-size 1",
         "--async-level 1 needs --rollout-gpus or": "--async-level 1",
         "--async-order finished: needs --async-level 2": f"{SERVER} --async-level 1",
     },
@@ -176,7 +177,6 @@ OWN_BAD_FLAGS = {
     "dapo": {
         "--adv-estimator grpo takes no reward_keys": "--adv-kwargs reward_keys=right",
         "ignores all other rewards: --overlong-buffer 0": GDPO,
-        "--max-gen-batches has no effect": "--zero-variance keep --max-gen-batches 2",
         "--zero-variance refill compares": "--group-size 1",
         "--overlong-buffer 17: must be at most 16": "--overlong-buffer 17",
         "slow groups would grow too old": f"{SERVER} --async-level 2",
@@ -201,18 +201,19 @@ def test_a_bad_flag_is_one_line_and_there_is_help_before_torch_is_imported(scrip
         assert said.splitlines() == [said.strip()]
 
 
+FIELDS = [field for script in OWN_BAD_FLAGS for field in walk(importlib.import_module(script).Args())]
+
+
 def test_every_number_has_its_range_at_the_field():
-    for script in OWN_BAD_FLAGS:
-        for name, value, marks in walk(importlib.import_module(script).Args()):
-            check_range(name, value, marks)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                others = [mark for mark in marks if not isinstance(mark, Names | OnReplay | OnResume)]
-                assert others, f"{script}: {name} has no range"
+    for name, value, marks in FIELDS:
+        check_range(name, value, marks)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            assert [mark for mark in marks if not isinstance(mark, Names | OnReplay | OnResume)], name
 
 
 def test_other_names_of_flags_are_on_their_page():
     """With the flag that --help has: a row of a table that names ours, if that row has flags, has this one."""
-    flags = {name for script in OWN_BAD_FLAGS for name, _, _ in walk(importlib.import_module(script).Args())}
+    flags = {name for name, *_ in FIELDS}
     for page, names in read_yaml(OTHER_NAMES, "").items():
         rows = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("|")]
         for name, flag in names.items():
@@ -220,17 +221,6 @@ def test_other_names_of_flags_are_on_their_page():
             last = name.rpartition(".")[2]
             there = [row for row in rows if re.search(rf"\b({re.escape(last)}|{last.replace('_', '-')})\b", row)]
             assert any(as_flag(flag) in row for row in there), (page, name, flag, there)
-
-
-def test_a_flag_that_nothing_reads_is_named_where_a_config_sets_it(tmp_path):
-    """A run's config.json has all flags: one with its default asks for nothing."""
-    file = tmp_path / "flags.yaml"
-    flags = ["--config", str(file), "--loss", "gspo"]
-    file.write_text("clip_ratio_low: 0.2\nkl_horizon: 10000\n")
-    parse_flags(grpo.Args, flags)
-    file.write_text("clip_ratio_low: 0.3\n")
-    with pytest.raises(InputError, match="--clip-ratio-low has no effect"):
-        parse_flags(grpo.Args, flags)
 
 
 @given(st.floats(), st.floats(), st.floats())
@@ -263,45 +253,38 @@ def test_the_help_is_two_screens_or_a_group(encoding):
     assert often.index("python grpo.py --model") < often.index("--help GROUP") < often.index("--group-size INT")
     assert flags_in(group) == {as_flag(name) for name, *_ in walk(grpo.Args()) if name.startswith("multi_turn")}
     assert flags_in(everything) == {as_flag(name) for name, *_ in walk(grpo.Args())} and "None)" not in everything
-
-
-def test_flags_of_the_help_exist():
-    assert {name for script in OWN_BAD_FLAGS for name, *_ in walk(importlib.import_module(script).Args())} >= OFTEN
+    assert {name for name, *_ in FIELDS} >= OFTEN
     with pytest.raises(InputError, match=r"^--help x: give one of run, model, .*, multi-turn, .*, algorithm or all$"):
         parse_flags(grpo.Args, ["--help", "x"])
 
 
-def test_a_flag_that_changes_no_result_is_noted():
-    words = "--keep-checkpoints 1 --save-every 0 --share-prompts --attn-implementation sdpa"
-    args = parse_flags(grpo.Args, words.split())
-    assert args.no_effect == (
+NO_SECOND = "{} (without a second update a step)"
+NO_EFFECT = {  # what is noted, by flags
+    "--lr 1e-4": (),
+    "--keep-checkpoints 1 --save-every 0 --share-prompts --attn-implementation sdpa": (
         "--keep-checkpoints (without --save-every or --keep-best)",
         "--share-prompts (without --attn-implementation auto, packed_sdpa or varlen)",
-    )
-    assert parse_flags(grpo.Args, ["--lr", "1e-4"]).no_effect == ()
+    ),
+    "--clip-ratio-high 0.3": (NO_SECOND.format("--clip-ratio-high"),),
+    "--clip-ratio-high 0.3 --update-epochs 2": (),
+    "--loss decoupled --loss-kwargs cliprange_high=0.3 cap=2": (NO_SECOND.format("--loss-kwargs cliprange_high"),),
+    "--val-only --loss cispo --loss-kwargs cliprange_high=3 --temperature 0.5 --val-temperature 0.5 --lora-rank 2": (
+        "--temperature, --loss, --loss-kwargs (with --val-only)",
+    ),
+    "--replay . --rollout-engine vllm --gpu-memory-utilization 0.5": (
+        "--rollout-engine, --gpu-memory-utilization (with --replay)",
+    ),
+}
 
 
-NO_SECOND = "{} (without a second update a step)"
-
-
-def test_what_a_part_of_a_run_leaves_out_is_noted(tmp_path):
-    """With one update a step, --val-only and --replay; the flags are those of another run, such as --config gives."""
-    assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3"]).no_effect == (NO_SECOND.format("--clip-ratio-high"),)
-    assert parse_flags(grpo.Args, ["--clip-ratio-high", "0.3", "--update-epochs", "2"]).no_effect == ()
-    clip = ["--loss", "decoupled", "--loss-kwargs", "cliprange_high=0.3", "cap=2"]
-    assert parse_flags(grpo.Args, clip).no_effect == (NO_SECOND.format("--loss-kwargs cliprange_high"),)
-    words = ["--val-only", "--loss", "cispo", "--temperature", "0.5", "--loss-kwargs", "cliprange_high=3"]
-    [note] = parse_flags(grpo.Args, [*words, "--val-temperature", "0.5", "--lora-rank", "2"]).no_effect
-    assert note == "--temperature, --loss, --loss-kwargs (with --val-only)"
-    with pytest.raises(InputError, match=r"^--loss cispo takes no cap"):
-        parse_flags(grpo.Args, [*words, "cap=2"])
+def test_flags_that_change_no_result_are_noted(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
-    words = ["--replay", str(tmp_path), "--rollout-engine", "vllm", "--gpu-memory-utilization", "0.5"]
-    [note] = parse_flags(grpo.Args, words).no_effect
-    assert note == "--rollout-engine, --gpu-memory-utilization (with --replay)"
+    monkeypatch.chdir(tmp_path)
+    for words, notes in NO_EFFECT.items():
+        assert parse_flags(grpo.Args, words.split()).no_effect == notes
 
 
-def test_rollout_gpus_make_the_engine_vllm(monkeypatch):
+def test_rollout_gpus_make_the_engine_vllm_and_flags_of_images_are_for_models_that_read_them(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     words = ["--rollout-gpus", "2", "--rollout-engine"]
@@ -310,8 +293,6 @@ def test_rollout_gpus_make_the_engine_vllm(monkeypatch):
     with pytest.raises(InputError, match=r"--rollout-gpus 2 runs vLLM .*, --rollout-engine hf is another engine: drop"):
         parse_flags(grpo.Args, [*words, "hf"])
 
-
-def test_flags_of_images_are_for_models_that_read_them():
     args = parse_flags(grpo.Args, ["--vision-kwargs", "max_pixels=5000"])
     check_read(args, vision=True)
     with pytest.raises(InputError, match="--vision-kwargs has no effect without a --model that reads images"):
@@ -338,6 +319,11 @@ def test_config_gives_flags_that_the_command_line_overrides(tmp_path):
     of_none = "rollout_correction:\n  batch_normalize: true\nadv_kwargs: [norm_adv_by_std_in_grpo=false]\n"
     (tmp_path / "flags.yaml").write_text(of_none + "compile: false\nkl_target: null\n")
     parse_flags(dapo.Args, ["--adv-estimator", "grpo_passk", "--config", str(tmp_path / "flags.yaml")])
+    (tmp_path / "flags.yaml").write_text("clip_ratio_low: 0.2\nkl_horizon: 10000\n")  # defaults ask for nothing
+    parse_flags(grpo.Args, ["--loss", "gspo", "--config", str(tmp_path / "flags.yaml")])
+    (tmp_path / "flags.yaml").write_text("clip_ratio_low: 0.3\n")
+    with pytest.raises(InputError, match="--clip-ratio-low has no effect"):
+        parse_flags(grpo.Args, ["--loss", "gspo", "--config", str(tmp_path / "flags.yaml")])
 
 
 CONFIGS = {  # what the message says, by the file's text
@@ -360,23 +346,23 @@ CONFIGS = {  # what the message says, by the file's text
 }
 
 
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        ("", "auto"),
-        ("--gradient-checkpointing auto", "auto"),
-        ("--gradient-checkpointing", "on"),
-        ("--gradient-checkpointing=off --lr 1", "off"),
-        ("--gradient-checkpointing on --no-gradient-checkpointing", "off"),
-    ],
-)
-def test_a_switch_that_may_be_auto(words, value, tmp_path):
+SWITCHES = {
+    "": "auto",
+    "--gradient-checkpointing auto": "auto",
+    "--gradient-checkpointing": "on",
+    "--gradient-checkpointing=off --lr 1": "off",
+    "--gradient-checkpointing on --no-gradient-checkpointing": "off",
+}
+
+
+def test_a_switch_that_may_be_auto(tmp_path):
     """Typed as a switch, or with a value; in a config also as true or false."""
-    args = parse_flags(grpo.Args, words.split())
-    assert args.model.gradient_checkpointing == value and args.lr == (1 if "--lr" in words else 1e-4)
     config = tmp_path / "flags.yaml"
-    config.write_text(f"gradient_checkpointing: {({'on': 'true', 'off': 'false'}).get(value, value)}")
-    assert parse_flags(grpo.Args, ["--config", str(config)]).model.gradient_checkpointing == value
+    for words, value in SWITCHES.items():
+        args = parse_flags(grpo.Args, words.split())
+        assert args.model.gradient_checkpointing == value and args.lr == (1 if "--lr" in words else 1e-4)
+        config.write_text(f"gradient_checkpointing: {({'on': 'true', 'off': 'false'}).get(value, value)}")
+        assert parse_flags(grpo.Args, ["--config", str(config)]).model.gradient_checkpointing == value
 
 
 @pytest.mark.parametrize("message", CONFIGS)
@@ -417,32 +403,24 @@ def test_a_launchers_report_ends_with_the_reason(tmp_path, launcher, flags, mess
     assert "To enable traceback see" not in done.stderr and "new message format" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: p / "absent", "no such folder"),
-        (lambda p: p / "absent.gguf", "no such file"),
-        (lambda p: p, "no config.json"),
-        (lambda p: (p / "config.json").write_text("{}") and p, "no weights"),
-    ],
-)
-def test_a_path_without_a_model_is_one_clear_line(tmp_path, make, message):
-    with one_line(f"--model .*{message}"):
-        check_model_path(str(make(tmp_path)))
-
-
-@pytest.mark.parametrize("threads", ["x", "0", "-1", "1.5", "4,2", "9" * 5000, ""])
-def test_a_bad_number_of_threads_is_one_line(monkeypatch, threads):
-    monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    with pytest.raises(InputError, match=r"^OMP_NUM_THREADS="):
-        threads_of_environment()
-
-
-def test_what_is_no_engine():
+def test_paths_threads_and_engines_are_checked(tmp_path, monkeypatch):
+    paths = {"absent": "no such folder", "absent.gguf": "no such file", "": "no config.json", "empty": "no weights"}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/config.json").write_text("{}")
+    for path, message in paths.items():
+        with one_line(f"--model .*{message}"):
+            check_model_path(str(tmp_path / path))
+    for threads in ("x", "0", "-1", "1.5", "4,2", "9" * 5000, ""):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        with one_line("^OMP_NUM_THREADS="):
+            threads_of_environment()
     for name in ("hf", "vllm" if importlib.util.find_spec("vllm") else "hf", "http://a:1", "http://a:1,https://b:2"):
         check_engine(name, 1)
-    for name in ("sglang", "", "http://a:1,b:2"):
-        with pytest.raises(InputError, match="http://host:port"):
-            check_engine(name, 1)
-    with pytest.raises(InputError, match="splits a vLLM engine"):
-        check_engine("hf", 2)
+    for name, ranks, message in (
+        ("sglang", 1, "http://host:port"),
+        ("", 1, "http://host:port"),
+        ("http://a:1,b:2", 1, "http://host:port"),
+        ("hf", 2, "splits a vLLM engine"),
+    ):
+        with one_line(message):
+            check_engine(name, ranks)

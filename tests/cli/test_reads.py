@@ -37,11 +37,8 @@ def terms() -> set[tuple[str, tuple[str, ...]]]:
     return {(name, tuple(values.split("|")) if values else ()) for name, _, values in split}
 
 
-def test_every_flag_is_in_the_table():
+def test_the_table_names_all_flags_and_choices_and_only_what_there_is():
     assert [name for name in FLAGS if not rows_with(name)] == []
-
-
-def test_the_table_names_flags_choices_and_columns_that_there_are():
     for row in TABLE:
         assert [p for p in row.flags.split() if not any(fnmatchcase(name, p) for name in FLAGS)] == []
         assert {*f"{row.columns} {row.update}".split()} <= {*COLUMNS}
@@ -51,9 +48,6 @@ def test_the_table_names_flags_choices_and_columns_that_there_are():
         for hints in (get_type_hints(dapo.Args), get_type_hints(type(dapo.Args().data))):
             if choices := [c for c in get_args(hints.get(name)) if isinstance(c, str)]:
                 assert all(any(fnmatchcase(choice, value) for choice in choices) for value in values), name
-
-
-def test_every_estimator_and_loss_has_a_row():
     for flag, names in (("adv_estimator", ADV_ESTIMATORS), ("loss", POLICY_LOSSES)):
         assert {value for name, values in terms() if name == flag for value in values} == {*names}
 
@@ -121,23 +115,24 @@ def outcome(args: dapo.Args) -> tuple[torch.Tensor, ...] | None:
     return t["advantages"], t["loss_mask"], losses, loss, log_probs.grad, torch.tensor(beta)
 
 
-def named(group: str, **values) -> dict:
-    return {f"{group}.{name}": value for name, value in values.items()}
-
-
 # what flags are changed to, where they are no choice among two
-OF_ADVANTAGE = named("adv_kwargs", epsilon=0.5, norm_adv_by_std_in_grpo="False", gamma=0.5, turn_coef=0.5, f_norm=3.0)
-OF_ADVANTAGE |= named("adv_kwargs", reward_weights="1,3", singleton="zero")
-OF_LOSS = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01, "clip_ratio_c": 1.01}
-OF_LOSS |= named("loss_kwargs", cliprange_low=0.05, cliprange_high=0.05, ratio_high=1.1, tau_pos=2.0, tau_neg=2.0)
-OF_LOSS |= named("loss_kwargs", delta_low=0.01, delta_high=0.01, dro_beta=2.0, delta=1.3, cap=1.1, kl_coef=3.0)
-OF_LOSS |= named("loss_kwargs", cov_ratio=0.5, cov_bounds="-1,1")
-OF_CORRECTION = named("rollout_correction", action="mask", bounds=(0.5, 1.5), batch_normalize=True)
+OF_ADVANTAGE = {"epsilon": 0.5, "norm_adv_by_std_in_grpo": "False", "gamma": 0.5, "turn_coef": 0.5, "f_norm": 3.0}
+OF_ADVANTAGE |= {"reward_weights": "1,3", "singleton": "zero"}
+OF_ADVANTAGE = {f"adv_kwargs.{name}": value for name, value in OF_ADVANTAGE.items()}
+OF_LOSS = {"cliprange_low": 0.05, "cliprange_high": 0.05, "ratio_high": 1.1, "tau_pos": 2.0, "tau_neg": 2.0}
+OF_LOSS |= {"delta_low": 0.01, "delta_high": 0.01, "dro_beta": 2.0, "delta": 1.3, "cap": 1.1, "kl_coef": 3.0}
+OF_LOSS |= {"cov_ratio": 0.5, "cov_bounds": "-1,1"}
+OF_LOSS = {f"loss_kwargs.{name}": value for name, value in OF_LOSS.items()}
+OF_LOSS |= {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01, "clip_ratio_c": 1.01}
+OF_CORRECTION = {"action": "mask", "bounds": (0.5, 1.5), "batch_normalize": True}
+OF_CORRECTION = {f"rollout_correction.{name}": value for name, value in OF_CORRECTION.items()}
 OF_KL = {"kl_estimator": "abs", "kl_placement": "reward", "kl_target": 0.01, "kl_horizon": 5000}
 VALUES = OF_ADVANTAGE | OF_LOSS | OF_CORRECTION | OF_KL | {"loss_scale_factor": 3.0, "overlong_factor": 3.0}
-ONE = "--num-mini-batches 1"
+LEVELS = ("token", "sequence", "geometric", "measure")
 IN_REWARD = "--adv-estimator rloo --kl-coef 0.1 --kl-placement reward"
 REWARDING = "--multi-turn.tools benchmarks/turn_credit.py:calculator"
+DRO = "--loss dro --loss-kwargs dro_beta=1"
+OF_LOSSES = {name: DRO if name == "dro" else f"--loss {name}" for name in POLICY_LOSSES}
 CASES = {  # flags, and those that are then changed
     **{name: (f"--adv-estimator {name}", OF_ADVANTAGE) for name in ADV_ESTIMATORS},
     "gdpo": ("--adv-estimator gdpo --adv-kwargs reward_keys=a,b --overlong-buffer 0", OF_ADVANTAGE),
@@ -147,15 +142,10 @@ CASES = {  # flags, and those that are then changed
         "--adv-estimator grpo_passk --adv-kwargs norm_adv_by_std_in_grpo=False",
         OF_ADVANTAGE.keys() - {"adv_kwargs.norm_adv_by_std_in_grpo"},
     ),
-    **{name: (f"--loss {name}", OF_LOSS) for name in POLICY_LOSSES if name != "dro"},
-    "dro": ("--loss dro --loss-kwargs dro_beta=1", OF_LOSS),
-    **{f"{name}, one update": (f"--loss {name} {ONE}", OF_LOSS) for name in POLICY_LOSSES if name != "dro"},
-    "dro, one update": (f"--loss dro --loss-kwargs dro_beta=1 {ONE}", OF_LOSS),
+    **{name: (words, OF_LOSS) for name, words in OF_LOSSES.items()},
+    **{f"{name}, one update": (f"{words} --num-mini-batches 1", OF_LOSS) for name, words in OF_LOSSES.items()},
     **{mode: (f"--loss-agg-mode {mode}", ["loss_scale_factor"]) for mode in get_args(AggMode)},
-    **{
-        f"correction, {level}": (f"--rollout-correction.level {level}", OF_CORRECTION)
-        for level in ("token", "sequence", "geometric", "measure")
-    },
+    **{f"correction, {level}": (f"--rollout-correction.level {level}", OF_CORRECTION) for level in LEVELS},
     "overlong penalty": ("--overlong-buffer 4 --max-response-length 8", ["overlong_factor"]),
     "no overlong penalty": ("--overlong-buffer 0", ["overlong_factor"]),
     "no KL": ("", OF_KL),
@@ -167,14 +157,6 @@ CASES = {  # flags, and those that are then changed
 
 def same(ours: tuple, theirs: tuple) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs))
-
-
-def with_word(args: dapo.Args, flag: str, word: str) -> dapo.Args:
-    name = word.partition("=")[0]
-    others = [other for other in getattr(args, flag) if other.partition("=")[0] != name]
-    args = copy.deepcopy(args)
-    setattr(args, flag, (*others, word))
-    return args
 
 
 def has_effect(args: dapo.Args, flag: str, name: str) -> bool:
@@ -199,7 +181,9 @@ def test_a_flag_changes_the_step_where_the_table_says_so_and_nowhere_else(case, 
     for name in flags:
         owner, _, field = name.rpartition(".")
         if owner in ("adv_kwargs", "loss_kwargs"):
-            changed, is_read = with_word(args, owner, f"{field}={VALUES[name]}"), None
+            changed, is_read = copy.deepcopy(args), None
+            others = [word for word in getattr(args, owner) if word.partition("=")[0] != field]
+            setattr(changed, owner, (*others, f"{field}={VALUES[name]}"))
         else:
             changed, is_read = copy.deepcopy(args), reads.reads(name)
             setattr(attrgetter(owner)(changed) if owner else changed, field, VALUES[name])

@@ -1,7 +1,6 @@
 """Keys and passwords: from the environment, refused in flags, redacted from what a run prints and writes."""
 
 import json
-import multiprocessing
 import os
 import re
 import stat
@@ -15,20 +14,15 @@ from hypothesis import strategies as st
 
 from lib.cli.secrets import private, redact, redact_values, secret_in
 from tests.cli.test_args import DRIVER
-from tests.common import PYTHON, ROOT, SMALL, command, environment, ran, run_as_main
+from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran
 
 KEY = "sk-proj-0123456789abcdefghij"
 IN_FLAGS = {  # what the message says, by flags
     "--rollout-engine: user:password@": ["--rollout-engine", "http://me:hunter22@10.0.0.7:8000"],
-    "--reward-kwargs api_key": ["--reward-kwargs", '{"base_url": "http://h/v1", "api_key": "correct horse"}'],
-    "--reward-kwargs base_url: user:password@": ["--reward-kwargs", '{"base_url": "https://me:hunter22@h/v1"}'],
     "--reward-kwargs headers Auth": ["--reward-kwargs", '{"headers": {"Authorization": "Basic aHVudGVyMjI="}}'],
     "--reward-kwargs api_key_env": ["--reward-kwargs", '{"api_key_env": "hunter22-hunter22"}'],
     "--reward-kwargs model: it looks like a key": ["--reward-kwargs", json.dumps({"model": KEY})],
-    "--reward-kwargs base_url: a key in": ["--reward-kwargs", '{"base_url": "https://h/v1?api_key=hunter22"}'],
     "--multi-turn.tools: GITHUB_TOKEN gets": ["--multi-turn.tools", "mcp:env GITHUB_TOKEN=hunter22 server"],
-    "--multi-turn.tools: --api-key": ["--multi-turn.tools", "mcp:server --api-key hunter22"],
-    "--multi-turn.tools: Authorization": ["--multi-turn.tools", "mcp:Authorization=hunter22 https://h/mcp"],
     "--agent: OPENROUTER_API_KEY gets": ["--agent", "env OPENROUTER_API_KEY=hunter22 python prog.py"],
     "--multi-turn.interaction api_key": ["--multi-turn.interaction", 'verifiers:x {"api_key": "correct horse"}'],
     "--train-files: it holds the value of MY_TOKEN": ["--train-files", "https://h/of-the-environment/train.parquet"],
@@ -71,59 +65,33 @@ HOLD_A_KEY += [f"prog --key {'a1' * 12}", f'{{"label_key": "{"a1" * 12}"}}', f'{
 HOLD_A_KEY += [("a", "--api-key", "hunter22"), "prog --api-key \\\n hunter22"]
 
 
-@pytest.mark.parametrize("value", HOLD_A_KEY, ids=str)
-def test_what_holds_a_key_is_refused(value):
-    found = secret_in(value, "--agent")
-    assert found and found.startswith("--agent") and "hunter22" not in found and KEY not in found
+NO_KEY = [
+    "python agent.py --max-tokens 5 --tokenizer gpt2 --level token_level --api-key-env NAME --key-file x.pem",
+    'sh -c \'prog --api-key $OPENAI_API_KEY -H "Authorization: Bearer $TOKEN" --token "${HF_TOKEN}"\'',
+    "sh -c 'API_KEY=$(cat key.txt) prog'; prog --api-key EMPTY --token --verbose",
+    "prog answer_key=answer --eos-token '<|im_end|>' --stop-token END --sort-key=name --label-key label_2024",
+    'verifiers:x {"max_tokens": 5, "api_key_var": "OPENAI_API_KEY", "judge_api_key_env": "JUDGE_KEY"}',
+    '{"gym_env": "CartPole-v1", "cost_per_token": 0.1, "token": 7, "end_token": "###", "api_key": "EMPTY"}',
+    '{"rubric": "The answer says password: none, or KEY=value pairs", "secret": null, "use_auth_token": true}',
+    '{"stop_token": "Observation", "prompt_key": "question", "model": "hf_checkpoint_converter_v2", "token": ""}',
+    '{"revision": "0123456789abcdef0123456789abcdef01234567", "tokens": ["password", "key", "token"]}',
+    "data/level=token/token=5/part.parquet",
+    "path/to/token.py:password",
+    "prog --pass 3 --path DATA --cookie-jar x --passes first2 --partition-key day",
+    "hdfs://me@namenode:8020/rows abfss://box@account.dfs.core.windows.net/rows hf://datasets/me/rows@main/rows",
+    '{"tools": ["calculator", "mcp:GITHUB_TOKEN=$GITHUB_TOKEN npx server --port 1 -v", "mcp:Authorization=$AUTH h"]}',
+    *("{not json", 3, None, ("a", "b")),
+]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "python agent.py --max-tokens 5 --tokenizer gpt2 --level token_level --api-key-env NAME --key-file x.pem",
-        'sh -c \'prog --api-key $OPENAI_API_KEY -H "Authorization: Bearer $TOKEN" --token "${HF_TOKEN}"\'',
-        "sh -c 'API_KEY=$(cat key.txt) prog'; prog --api-key EMPTY --token --verbose",
-        "prog answer_key=answer --eos-token '<|im_end|>' --stop-token END --sort-key=name --label-key label_2024",
-        'verifiers:x {"max_tokens": 5, "api_key_var": "OPENAI_API_KEY", "judge_api_key_env": "JUDGE_KEY"}',
-        '{"gym_env": "CartPole-v1", "cost_per_token": 0.1, "token": 7, "end_token": "###", "api_key": "EMPTY"}',
-        '{"rubric": "The answer says password: none, or KEY=value pairs", "secret": null, "use_auth_token": true}',
-        '{"stop_token": "Observation", "prompt_key": "question", "model": "hf_checkpoint_converter_v2"}',
-        '{"revision": "0123456789abcdef0123456789abcdef01234567", "tokens": ["password", "key", "token"]}',
-        "data/level=token/token=5/part.parquet",
-        "path/to/token.py:password",
-        "prog --pass 3 --path DATA --cookie-jar x --passes first2 --partition-key day",
-        "val/token/mean@1 >= 0.9",
-        "hdfs://me@namenode:8020/rows.parquet",
-        "abfss://box@account.dfs.core.windows.net/rows.parquet",
-        "hf://datasets/me/rows@main/train.parquet",
-        '{"base_url": "http://localhost:8000/v1", "model": "judge", "api_key_env": "JUDGE_KEY", "max_tokens": 100}',
-        '{"tools": ["calculator", "mcp:GITHUB_TOKEN=$GITHUB_TOKEN npx server --port 1 -v"], "max_turn_tokens": 5}',
-        '{"tools": ["mcp:Authorization=$AUTH https://h/mcp", "mcp:LOG_LEVEL=debug server"]}',
-        '{"enable_thinking": false, "eos_token": "<|im_end|>", "answer_key": "A"}',
-        '{"rubric": "Basic correctness first: no password in the answer, write to me@example.com", "token": ""}',
-        "{not json",
-        3,
-        None,
-        ("a", "b"),
-    ],
-)
-def test_what_is_no_key_passes(value):
-    assert secret_in(value, "--flag") is None
-
-
-@pytest.mark.parametrize("flag", ["--system-prompt", "--prompt-template", "--stop", "--multi-turn.compact-prompt"])
-def test_a_text_for_the_model_may_name_keys(flag):
+def test_what_holds_a_key_is_refused_and_nothing_else():
+    for value in HOLD_A_KEY:
+        found = secret_in(value, "--agent")
+        assert found and found.startswith("--agent") and "hunter22" not in found and KEY not in found, value
+    assert [value for value in NO_KEY if secret_in(value, "--flag")] == []
     text = "Write KEY=value lines, such as password: {password}, or run login --token abc"
-    assert secret_in(text, flag) is None and secret_in(f"{text} {KEY}", flag)
-
-
-def test_what_the_environment_says_is_secret_is_redacted(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"OPENAI_API_KEY": KEY, "HTTPS_PROXY": "http://me:hunter22@proxy:3128"})
-    os.environ |= {"SHORT_KEY": "abc", "MONKEY": "/usr/bin", "JUDGE": "a judge's credential"}
-    # from now on JUDGE is one, whatever it is called
-    assert secret_in('{"api_key_env": "JUDGE"}', "--reward-kwargs") is None
-    text = f"401: {KEY} by http://me:hunter22@proxy:3128 abc /usr/bin a judge's credential"
-    assert redact(text) == "401: *** by http://me:***@proxy:3128 abc /usr/bin ***"
+    for flag in ("--system-prompt", "--prompt-template", "--stop", "--multi-turn.compact-prompt"):
+        assert secret_in(text, flag) is None and secret_in(f"{text} {KEY}", flag), "a text for the model"
 
 
 LINES = 3 * ("MIIEvQIBADANBgkqh+iG9w0BAQEFAASC" * 2 + "\n")
@@ -152,15 +120,17 @@ def test_a_secret_is_redacted_in_the_usual_forms(form, secret, before, after):
         assert redact(f"{before}{after}") == before + after
 
 
-def test_each_line_of_a_secret_is_redacted(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"DEPLOY_KEY": PEM, "API_KEY": KEY})
+def test_what_the_environment_says_is_secret_is_redacted(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"OPENAI_API_KEY": KEY, "HTTPS_PROXY": "http://me:hunter22@proxy:3128"})
+    os.environ |= {"SHORT_KEY": "abc", "MONKEY": "/usr/bin", "JUDGE": "a judge's credential"}
+    # from now on JUDGE is one, whatever it is called
+    assert secret_in('{"api_key_env": "JUDGE"}', "--reward-kwargs") is None
+    text = f"401: {KEY} by http://me:hunter22@proxy:3128 abc /usr/bin a judge's credential"
+    assert redact(text) == "401: *** by http://me:***@proxy:3128 abc /usr/bin ***"
+    os.environ["DEPLOY_KEY"] = PEM  # each line of it
     logged = "".join(f"12:00 stderr: {line}\n" for line in PEM.splitlines())
     assert redact(logged).count("***") == 5 and "MIIE" not in redact(logged)
-
-
-def test_values_stay_values_when_a_secret_is_redacted(monkeypatch):
-    """Also one that ends in a backslash, or spans two of them in JSON."""
-    monkeypatch.setattr(os, "environ", {"A_KEY": "abcdefgh\\", "B_TOKEN": "admin:changeme"})
+    os.environ |= {"A_KEY": "abcdefgh\\", "B_TOKEN": "admin:changeme"}  # in JSON one ends in \, one spans two texts
     values = {"a": ["abcdefgh\\", None, True, 1.5], "admin": "changeme", "path": Path("x")}
     assert redact_values(values) == {"a": ["***", None, True, 1.5], "admin": "changeme", "path": "x"}
 
@@ -172,35 +142,6 @@ def score(solution_str, **kwargs):
         return 1.0
     raise ValueError("Incorrect API key provided: " + os.environ["JUDGE_API_KEY"])
 """
-
-
-@pytest.fixture(scope="module")
-def done_run(tmp_path_factory):
-    """(process, folder) of a run whose judge repeats the key that it refuses, under a umask for a group."""
-    folder, before = tmp_path_factory.mktemp("runs"), os.umask(0o007)
-    outputs = [folder / "stdout", folder / "stderr", folder / "modules"]
-    (folder / "echoes.py").write_text(ECHOES)
-    args = ["--reward", f"{folder / 'echoes.py'}:score", "--total-steps", "1", "--save-every", "1", "--val-every", "1"]
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JUDGE_API_KEY", KEY)
-            args += ["--track", "wandb", "tensorboard", "--run-name", "run"]
-            arguments = command("grpo", folder, *SMALL, *args, launcher=[])
-            given = arguments, outputs, environment()
-            process = multiprocessing.get_context("fork").Process(target=run_as_main, args=given)
-            process.start()
-            process.join()
-    finally:
-        os.umask(before)
-    done = subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs[:2]))
-    return ran(done), folder / "run"
-
-
-def test_a_run_prints_and_keeps_no_key(done_run):
-    done, run = done_run
-    assert "Incorrect API key provided: ***" in done.stdout + done.stderr
-    files = [path.read_text(errors="replace") for path in run.rglob("*") if path.is_file()]
-    assert not any(KEY in text for text in (done.stdout, done.stderr, *files))
 
 
 def mode(path: Path) -> int:
@@ -220,9 +161,17 @@ def test_a_private_file_is_its_owners_alone(tmp_path):
     assert (tmp_path / "old").read_text() == "xy"
 
 
-def test_files_of_a_run_that_may_hold_secrets_are_their_owners_alone(done_run):
-    """And all others as the umask says: a group may share checkpoints, metrics and the model."""
-    _, run = done_run
+def test_a_run_keeps_no_key_and_what_may_hold_one_is_its_owners_alone(tmp_path, monkeypatch):
+    """The judge repeats the key that it refuses. The umask is of a group, which may share all other files."""
+    (tmp_path / "echoes.py").write_text(ECHOES)
+    (tmp_path / "rows.py").write_text("import os\nfrom lib.data import RLHFDataset as Rows\nos.umask(0o007)")
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+    args = ["--reward", f"{tmp_path / 'echoes.py'}:score", "--dataset-class", f"{tmp_path / 'rows.py'}:Rows"]
+    args += ["--total-steps", "1", "--save-every", "1", "--val-every", "1", "--track", "wandb", "tensorboard"]
+    done, run = ran(fork("grpo", tmp_path, *SMALL, *args, "--run-name", "run")), tmp_path / "run"
+    assert "Incorrect API key provided: ***" in done.stdout + done.stderr
+    files = [path.read_text(errors="replace") for path in run.rglob("*") if path.is_file()]
+    assert not any(KEY in text for text in (done.stdout, done.stderr, *files))
     paths = [*run.iterdir(), *(run / "rollouts").iterdir(), *(run / "checkpoints").rglob("*")]
     closed = {str(path.relative_to(run)) for path in paths if not mode(path) & 0o070}
     kept = {"samples.jsonl", "rollouts/step_000001-rank_0.parquet", "wandb", "tensorboard"}

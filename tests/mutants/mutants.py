@@ -32,7 +32,7 @@ SEVERAL = ["--num-mini-batches", "2", "--update-epochs", "2", "--lr", "1e-3"]
 class Mutant:
     said: str
     """what it is | how it comes about in practice | faults/<check>, or a part of the message | at which step it is
-    found, 0: before the first"""
+    found, 0: before the first | variant: a second form of another bug"""
     changes: list[tuple[str, str, str]]
     """(module:function, text of its source, what stands there instead)"""
     flags: list[str] = field(default_factory=list)
@@ -41,12 +41,10 @@ class Mutant:
     """makes files in a folder, and returns flags"""
     healthy: Callable[[Path], list[str]] | None = None
     """prepare of the run without the bug, if the bug is in these files"""
-    variant: bool = False
-    """whether it is a second form of another bug"""
 
     def __post_init__(self):
-        self.bug, self.arises, self.check, step = self.said.split(" | ")
-        self.step = int(step)
+        self.bug, self.arises, self.check, step, *variant = self.said.split(" | ")
+        self.step, self.variant = int(step), variant == ["variant"]
 
 
 def toy_copy(folder: Path, name: str = "toy") -> Path:
@@ -104,9 +102,9 @@ MUTANTS = {
         plant("grpo:update", 'losses * t["loss_mask"]', 'losses * t["loss_mask"].roll(1, 1)'),
     ),
     "mask_shifted_in_the_batch": Mutant(
-        "mask shifted by one, in the batch | the mask of the inputs used for the labels | mask_outside_response | 1",
+        "mask shifted by one, in the batch | the mask of the inputs used for the labels | "
+        "mask_outside_response | 1 | variant",
         plant(ENGINE, MASK, "sampled[i, 1 : n + 1] = 1 if masks is None"),
-        variant=True,
     ),
     "before_temperature": Mutant(
         "log-probs before temperature | the engine returns raw log-probs | engine_apart | 1",
@@ -124,9 +122,8 @@ MUTANTS = {
     ),
     "eos_out_of_the_loss": Mutant(
         "eos untrained, in the loss | log-probs of tokens 1 to T against a mask of tokens 0 to T - 1 | "
-        "tokens_not_trained | 1",
+        "tokens_not_trained | 1 | variant",
         plant("grpo:update", 'losses * t["loss_mask"]', 'losses * (t["loss_mask"] & t["loss_mask"].roll(-1, 1))'),
-        variant=True,
     ),
     "rewards_in_another_order": Mutant(
         "rewards in another order | scores are taken as they come from the workers | scores_of_other_rows | 1",
@@ -134,9 +131,8 @@ MUTANTS = {
     ),
     "rows_sorted_after_submission": Mutant(
         "rows in another order than their rewards | rows are sorted for balance while they are scored | "
-        "these are not the rows that were submitted | 1",
+        "these are not the rows that were submitted | 1 | variant",
         plant("grpo:main", "actor.check_rows(batch)", "batch = batch[list(range(len(batch)))[::-1]]"),
-        variant=True,
     ),
     "groups_mixed": Mutant(
         "group ids mixed | tile and repeat confused in the estimator's group ids | group_ids | 1",
@@ -144,14 +140,13 @@ MUTANTS = {
     ),
     "uids_mixed": Mutant(
         "group ids mixed, in the batch | tile and repeat confused where prompts are repeated | "
-        "group_of_two_prompts | 1",
+        "group_of_two_prompts | 1 | variant",
         plant(
             "lib.rollout.stream:Rollouts.generate",
             "prompts.repeat(n, interleave=True)\n",
             "prompts.repeat(n, interleave=False)\n"
             '    rows.non_tensor_batch["uid"] = np.repeat(prompts.non_tensor_batch["uid"], n)\n',
         ),
-        variant=True,
     ),
     "kl_sign": Mutant(
         "sign of the KL | a penalty subtracted from a loss | kl_push | 2",
@@ -159,10 +154,9 @@ MUTANTS = {
         ["--kl-coef", "0.001"],
     ),
     "kl_sign_in_the_reward": Mutant(
-        "sign of the KL, in the reward | a penalty added to a reward | kl_is_paid | 2",
+        "sign of the KL, in the reward | a penalty added to a reward | kl_is_paid | 2 | variant",
         plant("lib.core_algos.kl:apply_kl_penalty", "- beta * kl", "+ beta * kl"),
         script="ppo",
-        variant=True,
     ),
     "ratio_inverted": Mutant(
         "ratio inverted | pi_old / pi | loss_share | 1",
@@ -219,9 +213,8 @@ MUTANTS = {
     ),
     "no_generation_prompt": Mutant(
         "chat template without generation prompt | add_generation_prompt forgotten | "
-        "is not what its chat template gives | 0",
+        "is not what its chat template gives | 0 | variant",
         plant("lib.data.dataset:RLHFDataset.__init__", f"{GENERATION}True", f"{GENERATION}False"),
-        variant=True,
     ),
     "thinking_dropped": Mutant(
         "template that drops thinking | the engine gets the conversation rendered anew, the trainer what was sampled | "
@@ -280,17 +273,15 @@ MUTANTS = {
     ),
     "critic_sign": Mutant(
         "critic fed rewards of another step: it unlearns them | a value loss with the sign of an objective | "
-        "value_push | 1",
+        "value_push | 1 | variant",
         plant("ppo:value_loss_of", "return loss, metrics", "return -loss, metrics"),
         script="ppo",
-        variant=True,
     ),
     "rejected_rows_trained": Mutant(
         "advantages of dead rows: they train | a row that is out of its group, but not out of the loss | "
-        "gradient_outside_mask | 2",
+        "gradient_outside_mask | 2 | variant",
         plant("grpo:update", 'losses * t["loss_mask"]', "losses"),
         [*REJECTED, "--kl-coef", "0.01"],
-        variant=True,
     ),
     "cached_prefix": Mutant(
         "cached prefix of old weights | the cache of prompts is not emptied at a sync | engine_apart | 2",
@@ -308,9 +299,8 @@ MUTANTS = {
     ),
     "top_p_unaccounted_by_the_engine": Mutant(
         "engine's top-p unaccounted, by the engine alone | the engine's log-probs are those of the whole vocabulary | "
-        "engine_apart | 1",
+        "engine_apart | 1 | variant",
         plant(SAMPLE, f"logits = {KEPT}logits", f"kept = {KEPT}kept"),
         ["--top-p", "0.7"],
-        variant=True,
     ),
 }

@@ -53,7 +53,6 @@ class Outcome:
     step: int | None
     alerts: list[str]
     rows: list[dict[str, float]]
-    printed: str = ""
 
 
 class Found(Exception):
@@ -101,7 +100,7 @@ def run(script: str, folder: Path, *flags: str, stop: bool = True) -> Outcome:
         os.environ.update(before)
         if dist.is_initialized():
             dist.destroy_process_group()
-    return Outcome(step, found, rows, printed.getvalue())
+    return Outcome(step, found, rows)
 
 
 def run_mutant(mutant: Mutant, folder: Path) -> Outcome:

@@ -4,6 +4,7 @@ Then `python -m tests.mutants.page > benchmarks/results/silent_bugs.md` writes t
 core."""
 
 import json
+import shlex
 import subprocess
 import tempfile
 from pathlib import Path
@@ -15,48 +16,39 @@ from tests.mutants.mutants import COPY, MUTANTS, tools
 from tests.mutants.planting import run, run_mutant
 
 FILE = ROOT / "benchmarks/results/silent_bugs.json"
-DEFAULT = ["--prompts-per-step", "32", "--group-size", "8", "--total-steps", "20"]
-VISION = [
-    *("--model", str(ROOT / "data/toy_vision/model"), "--train-files", str(ROOT / "data/toy_vision/train.jsonl")),
-    *("--max-prompt-length", "96", "--max-response-length", "16"),
-]
-UPDATES = ["--num-mini-batches", "2", "--update-epochs", "2"]
-CORRECTION = ["--rollout-correction.level", "token", "--rollout-correction.bounds", "0", "2"]
-HEALTHY: dict[str, tuple[str, list[str]]] = {
-    **{f"grpo at its default size, seed {seed}": ("grpo", [*DEFAULT, "--seed", str(seed)]) for seed in (1, 2, 3)},
-    **{
-        f"{name}, seed {seed}": (name, ["--total-steps", "20", "--seed", str(seed)])
-        for name in ("ppo", "remax", "dapo")
-        for seed in (1, 2)
-    },
-    "LoRA, KL in the loss": ("grpo", ["--lora-rank", "4", "--kl-coef", "0.01", "--lr", "3e-3"]),
-    "LoRA, an engine with weights of its own": ("grpo", [*COPY, "--lora-rank", "4", "--lr", "3e-3"]),
-    "tools, with a template that rewrites earlier turns": ("grpo", ["tools"]),
-    "images": ("grpo", VISION),
-    "several updates and micro-batches": ("grpo", [*UPDATES, "--micro-batch-tokens", "150"]),
-    "--temperature 0.7 --top-p 0.8": ("grpo", ["--temperature", "0.7", "--top-p", "0.8"]),
-    "bfloat16, KL in the loss": ("grpo", ["--compute-dtype", "bfloat16", "--kl-coef", "0.01"]),
-    "bfloat16, ppo": ("ppo", ["--compute-dtype", "bfloat16"]),
-    "a rollout correction": ("grpo", [*CORRECTION, "--old-log-probs", "recompute"]),
-    "--zero-variance mask": ("grpo", ["--zero-variance", "mask", "--kl-coef", "0.01"]),
-    "--zero-variance drop_from_denominator": ("grpo", ["--zero-variance", "drop_from_denominator"]),
-    "length-adaptive lambda": ("ppo", ["--length-adaptive-alpha", "0.5"]),
+VISION = f"--model {ROOT}/data/toy_vision/model --train-files {ROOT}/data/toy_vision/train.jsonl"
+UPDATES = "--num-mini-batches 2 --update-epochs 2"
+CORRECTION = "--rollout-correction.level token --rollout-correction.bounds 0 2"
+DEFAULT = "--prompts-per-step 32 --group-size 8 --total-steps 20"
+HEALTHY = {f"grpo at its default size, seed {seed}": f"grpo {DEFAULT} --seed {seed}" for seed in (1, 2, 3)}
+for name in ("ppo", "remax", "dapo"):
+    HEALTHY |= {f"{name}, seed {seed}": f"{name} --total-steps 20 --seed {seed}" for seed in (1, 2)}
+HEALTHY |= {
+    "LoRA, KL in the loss": "grpo --lora-rank 4 --kl-coef 0.01 --lr 3e-3",
+    "LoRA, an engine with weights of its own": f"grpo {shlex.join(COPY)} --lora-rank 4 --lr 3e-3",
+    "tools, with a template that rewrites earlier turns": "grpo tools",
+    "images": f"grpo {VISION} --max-prompt-length 96 --max-response-length 16",
+    "several updates and micro-batches": f"grpo {UPDATES} --micro-batch-tokens 150",
+    "--temperature 0.7 --top-p 0.8": "grpo --temperature 0.7 --top-p 0.8",
+    "bfloat16, KL in the loss": "grpo --compute-dtype bfloat16 --kl-coef 0.01",
+    "bfloat16, ppo": "ppo --compute-dtype bfloat16",
+    "a rollout correction": f"grpo {CORRECTION} --old-log-probs recompute",
+    "--zero-variance mask": "grpo --zero-variance mask --kl-coef 0.01",
+    "--zero-variance drop_from_denominator": "grpo --zero-variance drop_from_denominator",
+    "length-adaptive lambda": "ppo --length-adaptive-alpha 0.5",
 }
 for name in get_args(groups.AdvEstimator):
     if name != "gdpo":  # the toy has one reward
-        HEALTHY[f"--adv-estimator {name}"] = "grpo", ["--adv-estimator", name]
+        HEALTHY[f"--adv-estimator {name}"] = f"grpo --adv-estimator {name}"
 for name in get_args(groups.PolicyLoss):
-    beta = ["--loss-kwargs", "dro_beta=0.1"] if name == "dro" else []
-    HEALTHY[f"--loss {name}"] = "grpo", ["--loss", name, *beta, *UPDATES]
+    beta = " --loss-kwargs dro_beta=0.1" if name == "dro" else ""
+    HEALTHY[f"--loss {name}"] = f"grpo --loss {name}{beta} {UPDATES}"
 for name in get_args(groups.AggMode):
-    HEALTHY[f"--loss-agg-mode {name}"] = "grpo", ["--loss-agg-mode", name, "--micro-batch-tokens", "150"]
+    HEALTHY[f"--loss-agg-mode {name}"] = f"grpo --loss-agg-mode {name} --micro-batch-tokens 150"
 for name in get_args(groups.KLEstimator):
-    estimator = ["--kl-coef", "0.01", "--kl-estimator", name, "--num-mini-batches", "2"]
-    HEALTHY[f"--kl-estimator {name} in the loss"] = "grpo", estimator
-    HEALTHY[f"--kl-estimator {name} in the reward"] = (
-        "grpo",
-        [*estimator, "--kl-placement", "reward", "--adv-estimator", "rloo"],
-    )
+    estimator = f"grpo --kl-coef 0.01 --kl-estimator {name} --num-mini-batches 2"
+    HEALTHY[f"--kl-estimator {name} in the loss"] = estimator
+    HEALTHY[f"--kl-estimator {name} in the reward"] = f"{estimator} --kl-placement reward --adv-estimator rloo"
 
 
 def planted_bug(name: str, folder: Path) -> dict:
@@ -66,7 +58,7 @@ def planted_bug(name: str, folder: Path) -> dict:
 
 
 def healthy(name: str, folder: Path) -> dict:
-    script, flags = HEALTHY[name]
+    script, *flags = shlex.split(HEALTHY[name])
     flags = tools(folder) if flags == ["tools"] else flags
     done = run(script, folder, "--total-steps", "10", *flags, stop=False)
     return {"run": name, "script": script, "steps": len(done.rows), "alerts": done.alerts}

@@ -1,10 +1,9 @@
-import importlib.util
-import sys
 from functools import cache
 
 import pytest
+import torch
 
-import lib.data_proto  # noqa: F401  tensordict patches torch.manual_seed, which tests/restored.py would report
+from tests.common import imported
 from tools.paper import patched
 
 
@@ -17,21 +16,12 @@ def script_of(tmp_path_factory):
 @pytest.fixture(scope="session")
 def module_of(script_of):
     """Name of a method -> its script as a module."""
-
-    @cache
-    def load(name: str):
-        spec = importlib.util.spec_from_file_location(name, script_of(name))
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
+    return cache(lambda name: imported(script_of(name)))
 
 
 @pytest.fixture(scope="session")
 def assert_losses():
     """assert_losses(losses (B, T), new, of_token): they and their gradient are those of of_token(i, j)."""
-    import torch
 
     def check(losses, new, of_token) -> None:
         B, T = new.shape

@@ -57,20 +57,15 @@ def test_a_value_is_the_mean_of_a_beta_posterior_that_forgets_by_the_drift(modul
     assert {*tracker} == {str(x) for x in expected}
     for x, (alpha, beta) in expected.items():
         assert tracker[str(x)][:2] == pytest.approx([alpha / (alpha + beta), alpha + beta], rel=1e-12)
-    again = module.Tracker()
-    again.load_state_dict(tracker.state_dict())
-    assert again == tracker
 
 
 def test_advantages_are_normalised_over_all_rows_with_a_token(module_of):
     module, g = module_of("spo"), torch.Generator().manual_seed(1)
     rewards, values = torch.rand(5, 3, generator=g).double(), torch.rand(5, generator=g).double()
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 1, 0]]).bool()
-    raw = {i: math.fsum(rewards[i][mask[i]].tolist()) - values[i].item() for i in (0, 1, 3, 4)}
+    raw = {i: math.fsum(rewards[i][mask[i]].tolist()) - values[i].item() for i in (0, 1, 3, 4)} | {2: 0}
     mean = math.fsum(raw.values()) / 4
-    std = math.sqrt(math.fsum((x - mean) ** 2 for x in raw.values()) / 4)
+    std = math.sqrt(math.fsum((raw[i] - mean) ** 2 for i in (0, 1, 3, 4)) / 4)
     ours, _ = module.spo_advantages(module.Args(), rewards, mask, {"baselines": values})
-    for i in range(5):
-        for j in range(3):
-            wanted = (raw[i] - mean) / (std + 1e-6) if mask[i, j] else 0
-            assert ours[i, j].item() == pytest.approx(wanted, rel=1e-12)
+    wanted = torch.tensor([[(raw[i] - mean) / (std + 1e-6)] for i in range(5)], dtype=torch.float64) * mask
+    torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=0)
