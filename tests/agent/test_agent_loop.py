@@ -428,7 +428,7 @@ class Hostile(Add):
 
     async def create(self, instance_id, start=None):
         if start == "fails":
-            raise RuntimeError("no start" + "y" * 10**6)
+            raise RuntimeError("no start" + "y" * 1000)
 
     async def execute(self, instance_id, parameters):
         if parameters["b"] == 0:

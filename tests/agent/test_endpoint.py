@@ -287,15 +287,7 @@ def test_rewards_of_answers_stand_on_their_last_tokens():
     assert [given[at].item() for at in expected] == [*expected.values()]
 
 
-def test_rewards_of_answers_without_a_reward_leave_the_scorers_their_part():
-    async def agent(client, row):
-        return {"rewards": {(await client.post(HELLO))[1]["id"]: 2}}
-
-    out, _ = chat(agent, engine=Fake(["yes"]))
-    assert out.batch["turn_rewards"].sum() == 2 and out.non_tensor_batch["answer"].tolist() == ["yes"]
-
-
-def test_wrong_rewards_of_answers_end_their_episode():
+def test_wrong_rewards_of_answers_end_their_episode_and_right_ones_leave_the_scorers_their_part():
     names = {}
 
     async def agent(client, row):
@@ -306,13 +298,14 @@ def test_wrong_rewards_of_answers_end_their_episode():
         bad = [{name: float("nan")}, {name: "1"}, {name: 10**400}, {name: 1, names[0]: 1}, 0]
         return {"rewards": [*bad, {name: 1}][number]}
 
-    out, _ = chat(agent, rows=6)
+    out, _ = chat(agent, rows=6, engine=Fake(["yes"]))
     assert out.non_tensor_batch["finish_reason"].tolist() == [*["error"] * 5, "stop"]
     assert failures(out) == {"bad_reward": 5}
-    assert out.batch["turn_rewards"].sum(1).tolist() == [0.0] * 5 + [1.0]
+    assert out.batch["turn_rewards"].sum(1).tolist() == [0.0] * 5 + [1.0] and out.non_tensor_batch["answer"][5] == "yes"
 
 
-def test_mt_grpo_takes_agents():
+def test_runs_with_an_agent_need_no_scorer_and_may_use_mt_grpo():
+    assert parse_flags(grpo.Args, ["--agent", "true", "--reward"]).reward.reward == ()
     args = ["--agent", "true", "--adv-estimator", "mt_grpo", "--prompts-per-step", "2", "--group-size", "2"]
     assert parse_flags(grpo.Args, args).adv_estimator == "mt_grpo"
     with pytest.raises(InputError, match="gigpo credits the turns of an episode"):

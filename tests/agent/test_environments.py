@@ -310,15 +310,6 @@ def test_replies_of_another_form_are_one_line(reply, words):
     assert re.match(r"openenv:http://\S+: its answer to ", said)
 
 
-def test_openenv_specs_without_a_server_cannot_be_loaded():
-    for spec, words in (
-        ("http://127.0.0.1:9", "no OpenEnv server answers at http://127.0.0.1:9/schema"),
-        ("localhost:8000", "give 'openenv:action=FIELD"),
-    ):
-        with pytest.raises(InputError, match=words):
-            load_interaction(f"openenv:{spec}")
-
-
 def test_openenv_actions_that_a_server_does_not_have(openenv):
     for action, words in (
         ("code", "an action has no 'code', but message"),
@@ -333,7 +324,13 @@ def row(i: int = 0) -> dict:
     return {"prompt": [{"role": "user", "content": f"{i}?"}], "question": f"{i}?", "answer": ""}
 
 
-def test_packages_that_are_missing_or_too_new_are_named(monkeypatch):
+def test_servers_and_packages_that_are_missing_or_too_new_are_named(monkeypatch):
+    for spec, words in (
+        ("http://127.0.0.1:9", "no OpenEnv server answers at http://127.0.0.1:9/schema"),
+        ("localhost:8000", "give 'openenv:action=FIELD"),
+    ):
+        with pytest.raises(InputError, match=words):
+            load_interaction(f"openenv:{spec}")
     for module in (None, types.ModuleType("verifiers")):  # that of 0.4 has no load_environment
         monkeypatch.setitem(sys.modules, "verifiers", module)
         with pytest.raises(InputError, match=r"pip install 'verifiers>=0\.1\.14,<0\.4'"):
