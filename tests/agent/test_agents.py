@@ -24,7 +24,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import grpo
 from agent import make_episodes
 from agent.http import endpoint
 from agent.http.openai_api import read_messages, read_tools
@@ -32,7 +31,6 @@ from agent.http.program import Agent, call_function, load_agent
 from agent.metrics import agent_metrics
 from lib import InputError
 from lib.args import RolloutArgs
-from lib.cli.flags import parse_flags
 from lib.data_proto import DataProto
 from lib.distributed import reduce_metrics
 from lib.model import load_tokenizer
@@ -185,30 +183,20 @@ def test_an_answer_that_comes_back_keeps_its_tokens():
 
 
 def test_an_answer_that_comes_back_in_another_api_keeps_its_tokens():
+    """Also if its call is written anew."""
+
     async def agent(client, row):
         history = [*row["prompt"]]
         for client.api in ("/chat/completions", *APIS, "/chat/completions"):
             [said] = await client.chat(history, tools=TOOLS, max_tokens=99)
-            history += [said | {"content": said["content"] or ""}]
-            history += [{"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}]
+            [call] = said["tool_calls"]
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=2)
+            history += [said, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
 
     out, engine = chat(agent, engine=Fake([CALL % (1, 2)]), room=1500)
     assert len(segments_of(out)) == 1 and trained_of(out) == engine.sampled and len(engine.sampled) == 4
-
-
-def test_a_call_written_anew_by_the_agent_is_the_same_call():
-    async def agent(client, row):
-        [said] = await client.chat(row["prompt"], tools=TOOLS)
-        [call] = said["tool_calls"]
-        arguments = json.loads(call["function"]["arguments"])
-        call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=2)
-        answer = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-        history = [*row["prompt"], assistant(content=None, tool_calls=[call]), answer]
-        await client.chat(history, tools=TOOLS)
-
-    out, engine = chat(agent, engine=Fake([CALL % (1, 2)]))
-    assert len(segments_of(out)) == 1 and len(engine.sampled) == 2
-    assert "<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in response_text(out)
+    assert response_text(out).count("<|im_end|>\n<|im_start|>tool\n3<|im_end|>") == 3
 
 
 @pytest.mark.parametrize(
@@ -241,16 +229,6 @@ def test_a_seed_repeats_an_answer_of_its_episode_and_no_other():
     for asked, own in said.values():
         assert asked[0] == asked[1] == asked[2] and len(set(own)) > 1
     assert said["0?"] != said["1?"]
-
-
-def test_a_stop_string_is_sampled_and_not_shown():
-    async def agent(client, row):
-        [said] = await client.chat(row["prompt"], stop="st")
-        assert said["content"] == "a "
-        await client.chat([*row["prompt"], said, user("go on")], stop=["op", "st"])
-
-    out, _ = chat(agent, engine=Fake(["a stop b"]))
-    assert response_text(out).count("a st<|im_end|>") == 1 and len(segments_of(out)) == 1
 
 
 def test_a_full_row_ends_its_episode():
@@ -310,6 +288,7 @@ HELLO = {"messages": [user("hello")]}
 ASK = {"max_tokens": 9} | HELLO
 SAY, RAW = {"input": "hello"}, {"prompt": "hello"}
 CALLED = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+DEEP, LONG = json.loads('{"a":' * 850 + "1" + "}" * 850), "1" * 20_000  # which a thread encodes
 ANY_API = {
     "the body is not JSON": b"{",
     "the body must be a JSON object": [],
@@ -336,15 +315,12 @@ WRONG = {
         "messages: give a list": {},
         "messages[0].role": {"messages": [{}]},
         "messages[0].content: only text": {"messages": [user([{"type": "image_url"}])]},
-        **{
-            f"its arguments must be an object or the JSON text of one, not '{text}'": with_arguments(text)
-            for text in ("{", "[1]", '"{}"', "[" * 60)
-        },
+        "its arguments must be an object or the JSON text of one, not '{'": with_arguments("{"),
+        "its arguments must be an object or the JSON text of one, not '[1]'": with_arguments("[1]"),
         "tools: give a list": HELLO | {"tools": {}},
         "tools[0]: give an object": HELLO | {"tools": [{"type": "web_search"}]},
         "tools[0].function.parameters": HELLO | function(name="f", parameters=5),
         "temperature 0: the policy is trained at --temperature 1": HELLO | {"temperature": 0},
-        "top_p 0.5: the policy is trained at --top-p 1": HELLO | {"top_p": 0.5},
         "tool_choice: there is no such function": HELLO | {"tool_choice": "required"},
         "tool_choice: only": HELLO | {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
         "top_logprobs: only 0": HELLO | {"top_logprobs": 5},
@@ -359,24 +335,20 @@ WRONG = {
     },
     "/messages": {
         "max_tokens: give a whole number": HELLO,
-        "messages: give a list": ASK | {"messages": {}},
         "messages[0].role: give user or assistant": ASK | {"messages": [user("") | {"role": "system"}]},
         "messages[0].content: give a list": ASK | {"messages": [{"role": "user"}]},
         "messages[0].content.content: only text": ASK | {"messages": [user([{"type": "image", "source": {}}])]},
-        "messages[0].content.content: only text ": ASK | {"messages": [user([CALLED])]},
-        "messages[0].content.content: only text   ": ASK
-        | {"messages": [assistant(content=[{"type": "thinking", "thinking": "x"}])]},
+        "messages[0].content.content: only text ": ASK | {"messages": [assistant(content=[{"type": "thinking"}])]},
         "messages[0].content: give each tool_use": ASK | {"messages": [assistant(content=[CALLED | {"input": "{}"}])]},
         "to continue a message of the assistant": ASK | {"messages": [assistant(content="The")]},
-        "system.content: only text": ASK | {"system": [{"type": "image"}]},
         "tools[0]: only tools of the agent": ASK | {"tools": [{"type": "bash_20250124", "name": "bash"}]},
-        "tools[0]: only tools of the agent ": ASK | {"tools": [{"name": "f", "input_schema": {}, "cache": 1}]},
         "tools[0]: give a name, and a JSON schema": ASK | {"tools": [{"name": "f"}]},
-        "tool_choice: there is no such function": ASK | {"tool_choice": {"type": "any"}},
-        "tool_choice: there is no such function ": ASK | {"tool_choice": {"type": "tool", "name": ["f"]}},
+        "tool_choice: there is no such function": ASK | {"tool_choice": {"type": "tool", "name": ["f"]}},
         "tool_choice: only": ASK | {"tool_choice": {"type": []}},
         "stop_sequences: give": ASK | {"stop_sequences": "x"},
-        "temperature 0: the policy is trained at --temperature 1": ASK | {"temperature": 0},
+        "the chat template refuses them": ASK
+        | {"messages": [assistant(content=[CALLED | {"input": DEEP}]), user("x")]},
+        "prompt is too long: ": ASK | {"messages": [user(LONG)]},
         "top_k 5: the policy is trained at --top-k -1": ASK | {"top_k": 5},
         "thinking: only": ASK | {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         "mcp_servers is not supported": ASK | {"mcp_servers": []},
@@ -384,32 +356,24 @@ WRONG = {
     "/responses": {
         "input: give a text": {},
         "input[0].role: give system": {"input": [{"role": "tool", "content": "x"}]},
-        "input[0].content: only text": {"input": [user([{"type": "input_image"}])]},
         "input[0].type: only": {"input": [{"type": "reasoning", "summary": []}]},
         "input[0]: give an id": {"input": [{"type": "function_call", "arguments": "{}"}]},
         "tools[0]: give an object": SAY | {"tools": [{"type": "web_search"}]},
         "tool_choice: only": SAY | {"tool_choice": {"type": "web_search"}},
-        "temperature 0: the policy is trained at --temperature 1": SAY | {"temperature": 0},
+        "more tokens of context": {"input": LONG},
         "text: only": SAY | {"text": {"format": {"type": "json_object"}}},
-        "reasoning: only": SAY | {"reasoning": {"effort": "high"}},
         "previous_response_id is not supported": SAY | {"previous_response_id": "resp_1"},
-        "background: only": SAY | {"background": True},
     },
     "/completions": {
         "prompt: give a text": {},
         "prompt: give a text  ": {"prompt": []},
-        "prompt: give a text    ": {"prompt": ["a", [1]]},
         "prompt: give a text      ": {"prompt": [1, True]},
         "prompt: give token ids from 0 to": {"prompt": [1, 10**9]},
         "prompt: give token ids from 0 to ": {"prompt": [[1], [-1]]},
-        "more tokens of context": {"prompt": "1" * 20_000},
-        "more tokens of context ": {"prompt": [1] * 5000},
+        "more tokens of context": {"prompt": LONG},
         "n: at most 128 answers": {"prompt": ["a"] * 65, "n": 2},
         "n: give a whole number": RAW | {"n": 0},
-        "logprobs: only 0 is supported": RAW | {"logprobs": 5},
         "echo: only false is supported": RAW | {"echo": True},
-        'suffix: only "" is supported': RAW | {"suffix": "x"},
-        "best_of: only 1 is supported": RAW | {"best_of": 2},
         "return_token_ids: give true or false": RAW | {"return_token_ids": 1},
         "messages is not supported": RAW | HELLO,
     },
@@ -430,7 +394,7 @@ def test_wrong_requests_are_refused_in_the_form_of_their_api(path):
         assert path == "/completions" or error["type"] == "invalid_request_error"
 
 
-def test_odd_and_long_requests_in_every_api():
+def test_odd_requests_in_every_api():
     odd, schema = "\ud800 \0 \u202e \U0001f600 <|im_start|>system", {"\ud800 <|im_end|>": 1}
     call = {"type": "tool_use", "id": "\ud800", "name": "\udfff", "input": {"\ud800": "\udfff"}}
     answer = {"type": "tool_result", "tool_use_id": "\ud800", "content": odd, "is_error": True}
@@ -442,17 +406,8 @@ def test_odd_and_long_requests_in_every_api():
     items += [{"type": "function_call_output", "call_id": odd, "output": [{"type": "input_text", "text": odd}]}]
     own = {"input": items, "instructions": odd, "text": {"format": {"type": "text"}}, "store": False, "user": odd}
     own |= {"tools": [{"type": "function", "name": odd, "strict": True, "parameters": schema}]}
-    long = "1" * 20_000  # which a thread encodes
-    bodies = [("/messages", ASK | marked), ("/responses", own)]
-    bodies += [("/messages", ASK | {"messages": [user(long)]}), ("/responses", {"input": long})]
-    for depth in (300, 850):
-        deep = json.loads('{"a":' * depth + "1" + "}" * depth)
-        nested = [user("x"), assistant(content=[call | {"input": deep}]), user([answer])]
-        bodies.append(("/messages", ASK | {"messages": nested}))
-    found = ask(*bodies)
-    assert [status for status, _ in found] == [200, 200, *[400] * 4], found
-    assert found[2][1]["error"]["message"].startswith("prompt is too long: ")
-    assert found[3][1]["error"]["code"] == "context_length_exceeded"
+    found = ask(("/messages", ASK | marked), ("/responses", own))
+    assert [status for status, _ in found] == [200, 200], found
 
 
 def test_apis_that_are_not_supported_say_so():
@@ -522,11 +477,6 @@ def test_the_openai_sdk_in_the_way_of_its_documentation():
                 streamed = (await stream.get_final_completion()).choices[0]
             messages += [streamed.message.model_dump(), {"role": "user", "content": "go on"}]
             await create(model="x", messages=messages, tools=TOOLS)
-            with pytest.raises(openai.BadRequestError, match="the policy is trained at --temperature 1"):
-                await create(model="x", messages=messages, temperature=0.3)
-        async with openai.AsyncOpenAI(base_url=url, api_key="sk-other", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError, match="no episode that runs has this API key"):
-                await client.models.list()
 
     assert_answered(*play(agent, engine=Fake([CALL % (1, 2)])), answers=3, segments=1)
 
@@ -544,9 +494,8 @@ def test_the_anthropic_sdk_in_the_way_of_its_documentation():
     turns = []
 
     async def agent(url, key, row):
-        address = url.removesuffix("/v1")
         ask = {"model": "x", "max_tokens": 99, "system": "You add.", "tools": tools}
-        async with anthropic.AsyncAnthropic(base_url=address, api_key=key, max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0) as client:
             create, messages = client.messages.create, [*row["prompt"]]
             said = await create(messages=messages, **ask)
             text, call = said.content
@@ -568,11 +517,6 @@ def test_the_anthropic_sdk_in_the_way_of_its_documentation():
             cut = await create(messages=messages, **ask | {"max_tokens": 1})
             assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 1
             turns.append(cut.usage.input_tokens)
-            with pytest.raises(anthropic.BadRequestError, match="thinking: only"):
-                await create(messages=messages, thinking={"type": "enabled", "budget_tokens": 1024}, **ask)
-        async with anthropic.AsyncAnthropic(base_url=address, api_key="sk-other", max_retries=0) as client:
-            with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
-                await client.messages.create(messages=messages, **ask)
 
     out, engine = play(agent, engine=Fake(["yes\n" + CALL % (1, 2)]), room=1500)
     assert_answered(out, engine, answers=4, segments=1)
@@ -606,8 +550,6 @@ def test_the_openai_sdk_with_responses():
             events = [event async for event in await create(input=items, max_output_tokens=1, stream=True, **ask)]
             assert events[-1].type == "response.incomplete"
             assert [event.sequence_number for event in events] == [*range(len(events))]
-            with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
-                await create(input="go on", previous_response_id=said.id, **ask)
 
     out, engine = play(agent, engine=Fake(["yes\n" + CALL % (1, 2)]), room=1500)
     assert_answered(out, engine, answers=4, segments=2)  # two answers to the last request
@@ -649,14 +591,11 @@ def test_requests_too_large_and_clients_that_hang(monkeypatch):
         slow = await asyncio.open_connection("127.0.0.1", port)
         slow[1].write(f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n".encode())
         slow[1].write(b"Content-Length: 100\r\n\r\n{")
+        own = {"Content-Type": "image/png", "Connection": "close"}  # as the endpoint does with some of them
+        own = [own | {"Content-Encoding": encoding} for encoding in ("gzip", "gzip", "unknown")]
+        bodies = [b"x" * 2000, b"", gzip.compress(b"x" * 2000), b"x" * 99, b"{}"]
         async with Client(url, key) as client:
-            async with client.session.post(f"{url}/chat/completions", data=b"x" * 2000) as answer:
-                statuses.append(answer.status)
-            async with client.session.post(f"{url}/chat/completions", headers={"x": "y" * 20000}) as answer:
-                statuses.append(answer.status)
-            for data, encoding in ((gzip.compress(b"x" * 2000), "gzip"), (b"x" * 99, "gzip"), (b"{}", "unknown")):
-                headers = {"Content-Encoding": encoding, "Content-Type": "image/png"}
-                headers["Connection"] = "close"  # as the endpoint does with some of them
+            for data, headers in zip(bodies, [{}, {"x": "y" * 20000}, *own], strict=True):
                 async with client.session.post(f"{url}/chat/completions", data=data, headers=headers) as answer:
                     statuses.append(answer.status)
             await client.chat(row["prompt"])
@@ -704,7 +643,11 @@ def failures(out) -> dict[str, float]:
     return {key.rpartition("/")[2]: value for key, value in found.items() if "agent/failures" in key and value}
 
 
-def test_functions_that_fail_end_their_episode_only(capsys):
+def test_what_a_function_returns_is_its_reward_and_a_failure_ends_its_episode_only(capsys):
+    def returns(value, url, key, row):
+        good(url, key, row)
+        return value
+
     def raises(error, url, key, row):
         good(url, key, row)
         raise error
@@ -716,17 +659,17 @@ def test_functions_that_fail_end_their_episode_only(capsys):
         asyncio.current_task().cancel()
         await asyncio.sleep(0)
 
-    def returns(value, url, key, row):
-        good(url, key, row)
-        return value
-
+    rewards = [None, 2, {"reward": 0.5, "x": 3}, {"x": 1}, True]
     bad = [float("nan"), {"reward": 1.0, "x": "y"}, {"reward": 1.0, "\x1b[31m": 1}, {f"{i}": i for i in range(101)}]
-    errors = [RuntimeError("the agent broke"), SystemExit(0)]
-    fail = [*(partial(raises, error) for error in errors), exits_async, cancels_itself]
-    out, _ = play(one_each(good, *fail, *(partial(returns, value) for value in bad)), rows=9)
-    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", *["error"] * 8]
-    assert out.batch["response_mask"].any(1).tolist() == [True] + [False] * 8
+    agents = [*(partial(returns, value) for value in [*rewards, *bad]), exits_async, cancels_itself]
+    agents += [partial(raises, error) for error in (RuntimeError("the agent broke"), SystemExit(0))]
+    out, _ = play(one_each(*agents), rows=13, engine=Fake(["yes"]))
+    assert out.non_tensor_batch["finish_reason"].tolist() == [*["stop"] * 5, *["error"] * 8]
+    assert out.batch["response_mask"].any(1).tolist() == [True] * 5 + [False] * 8
+    assert out.batch["turn_rewards"].sum(1).tolist() == [0, 2, 0.5, 0, 1] + [0] * 8
+    assert out.non_tensor_batch["answer"].tolist()[:5] == ["yes", None, None, "yes", None]
     assert failures(out) == {"exception": 4, "bad_reward": 4}
+    assert reduce_metrics(agent_metrics(out))["agent/program/x"] == 2
     assert capsys.readouterr().out.count("RuntimeError: the agent broke") == 1
     with pytest.raises(InputError, match=r"all 1 episodes failed(.|\n)*without an answer"):
         play(lambda url, key, row: None)
@@ -749,17 +692,6 @@ def test_functions_out_of_time():
     over.set()
     assert out.non_tensor_batch["finish_reason"].tolist() == ["abort"] * 3
     assert failures(out) == {"timeout": 3} and not out.batch["response_mask"].any() and not engine.waiting
-
-
-def test_rewards_of_an_agent():
-    def agent(url, key, row):
-        good(url, key, row)
-        return [None, 2, {"reward": 0.5, "x": 3}, {"x": 1}, True][int(row["prompt"][0]["content"][:-1])]
-
-    out, _ = play(agent, rows=5, engine=Fake(["yes"]))
-    assert out.batch["turn_rewards"].sum(1).tolist() == [0, 2, 0.5, 0, 1]
-    assert out.non_tensor_batch["answer"].tolist() == ["yes", None, None, "yes", None]
-    assert reduce_metrics(agent_metrics(out))["agent/program/x"] == 2
 
 
 LEFT = f"sleep {100_000 + os.getpid()}"  # processes that should end: no other test has such
@@ -819,14 +751,9 @@ def test_no_agent_outlives_a_run_that_is_killed():
     assert len(killed_with_its_children(play_and_wait)) == 3
 
 
-def test_a_run_whose_agent_gives_rewards_needs_no_scorer():
-    assert parse_flags(grpo.Args, ["--agent", "true", "--reward"]).reward.reward == ()
-
-
 def test_agents_that_cannot_be():
     file = Path(__file__)
     for spec, why, *kwargs in (
-        ("nothing.py:f", "no such file and no such program"),
         (f"{file}:nothing", "has no 'nothing'"),
         (f"{file}:T", "not a function"),
         ("'", "No closing quotation"),
@@ -841,36 +768,27 @@ def test_agents_that_cannot_be():
 PROGRAM = """
 import json, os, sys, urllib.request
 
-def post(url, key, messages, **body):
-    body = json.dumps({"model": "any", "messages": messages} | body).encode()
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body, headers)) as answer:
-        return json.load(answer)["choices"][0]["message"]
-
 TOOL = {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}}}
-
-def solve(base_url, api_key, row):
-    messages = row["prompt"]
-    for _ in range(3):
-        answer = post(base_url, api_key, messages, tools=[{"type": "function", "function": TOOL}], max_tokens=24)
-        messages.append(answer)
-        if not (calls := answer.get("tool_calls", [])):
-            break
-        for call in calls:
-            try:
-                a, b = json.loads(call["function"]["arguments"])["expression"].split("*")
-                value = str(int(a) * int(b))
-            except (ValueError, KeyError, AttributeError) as error:
-                value = f"Error: {error}"
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": value})
-    return messages
-
-if __name__ == "__main__":
-    row = json.load(sys.stdin)
-    messages = solve(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], row)
-    print("this is not the reward")
-    if len(messages) > 2:  # otherwise the scorer judges the answer
-        print(json.dumps({"reward": row["reward_model"]["ground_truth"] in messages[-1]["content"], "calls": 1}))
+ASK = {"model": "any", "tools": [{"type": "function", "function": TOOL}], "max_tokens": 24}
+URL, HEADERS = os.environ["OPENAI_BASE_URL"], {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+row = json.load(sys.stdin)
+messages = row["prompt"]
+for _ in range(3):
+    body = json.dumps(ASK | {"messages": messages}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{URL}/chat/completions", body, HEADERS)) as answer:
+        messages.append(json.load(answer)["choices"][0]["message"])
+    if not (calls := messages[-1].get("tool_calls", [])):
+        break
+    for call in calls:
+        try:
+            a, b = json.loads(call["function"]["arguments"])["expression"].split("*")
+            value = str(int(a) * int(b))
+        except (ValueError, KeyError, AttributeError) as error:
+            value = f"Error: {error}"
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": value})
+print("this is not the reward")
+if len(messages) > 2:  # otherwise the scorer judges the answer
+    print(json.dumps({"reward": row["reward_model"]["ground_truth"] in messages[-1]["content"], "calls": 1}))
 """
 RUN = ["--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")]
 RUN += ["--max-prompt-length", "32", "--max-response-length", "112", "--micro-batch-tokens", "600", "--seed", "3"]

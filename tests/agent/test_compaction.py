@@ -1,9 +1,7 @@
 """Context compaction: what the policy summarizes, what it goes on from, and what is trained of it."""
 
-import functools
 import json
 import random
-from dataclasses import replace
 from statistics import mean
 from typing import ClassVar
 
@@ -14,29 +12,16 @@ from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from agent import BaseInteraction, MultiTurn, make_episodes
+from agent import BaseInteraction, make_episodes
 from agent.episode import observation
-from agent.http.program import Agent, call_function
 from agent.metrics import agent_metrics
 from data import toy_list
 from lib import InputError
-from lib.args import MultiTurnArgs
 from lib.distributed import reduce_metrics
-from lib.model import load_tokenizer
-from lib.rollout import Sampling, request_seeds
-from tests.agent.random_agents import ACTIONS, Client, random_agent, segments_of, trained_of
-from tests.agent.test_agent_loop import (
-    CALL,
-    END,
-    FORGETS,
-    REFUSES,
-    TEMPLATE,
-    assert_trained_as_sampled,
-    build,
-    prompts_of,
-    recorded,
-    sampled_text,
-)
+from lib.model import load_model, load_tokenizer
+from lib.rollout import Sampling
+from tests.agent.random_agents import ACTIONS, random_agent, trained_of
+from tests.agent.test_agent_loop import CALL, END, FORGETS, REFUSES, TEMPLATE, prompts_of, sampled_text
 from tests.agent.test_agent_loop import play as play_turns
 from tests.agent.test_agent_loop import settings as multi_turn
 from tests.agent.test_agents import TOOLS, Fake, chat, encode, user
@@ -270,41 +255,7 @@ def test_every_token_that_an_agent_trains_was_sampled_in_its_context(actions, fo
     assert all(len(context) + len(ids) <= compact_at + 150 for context, ids in engine.sampled)
 
 
-# ---- on an engine, and as a user ------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def engine_and_model(tmp_path_factory, world):
-    path, folder = str(toy_list.FOLDER / "model"), tmp_path_factory.mktemp("engine")
-    tokenizer = load_tokenizer(path)
-    return *build("hf", path, folder, own_tokenizer=tokenizer, max_length=96), tokenizer
-
-
-LIST_LIMITS = {"compact_at": 72, "compact_prompt": toy_list.ASK, "max_turn_tokens": 4, "context_window": 96}
-
-
-@pytest.mark.parametrize("agent", [False, True])
-def test_on_an_engine_the_ratio_is_one(engine_and_model, agent):
-    engine, model, tokenizer = engine_and_model
-    _, rows = toy_list.make_rows(0, 6)
-
-    async def play_list(url, key, row):
-        history = [user(toy_list.PROMPT)]
-        async with Client(url, key) as client:
-            for text in [*row["extra_info"]["interaction_kwargs"]["messages"], toy_list.QUESTION]:
-                history += [*await client.chat(history), user(text)]
-
-    limits = MultiTurnArgs(max_turns=12, **LIST_LIMITS)
-    how = MultiTurn(tokenizer, interaction=None if agent else toy_list.List, limits=limits)
-    if agent:
-        how = replace(how, agent=Agent(functools.partial(call_function, play_list), 60.0, "auto", Sampling(400)))
-    extra = [row["extra_info"] for row in rows]
-    prompts = prompts_of(how, 6, interaction_kwargs=[own["interaction_kwargs"] for own in extra], extra_info=extra)
-    with recorded(engine) as got:
-        out = make_episodes(engine, how).generate(prompts, Sampling(400), request_seeds(1, 1, [*range(6)]))
-    assert_trained_as_sampled(out, got, model)
-    assert {len(segments_of(out, row)) for row in range(6)} == {3}
-    assert all(len(context) + len(ids) <= 96 for turns in got.values() for context, ids, _ in turns)
-
-
+# ---- as a user ------------------------------------------------------------------
 RUN = ["--model", "data/toy_list/model", "--train-files", "data/toy_list/train.jsonl", "--reward"]
 RUN += ["--val-files", "none", "--max-prompt-length", "16", "--max-response-length", "400"]
 RUN += ["--multi-turn.interaction", "data/toy_list.py:List", "--multi-turn.max-turns", "12"]
@@ -334,9 +285,10 @@ def test_a_run_with_episodes_longer_than_its_window(tmp_path):
     assert unexplained_metrics(tmp_path / "with", "metrics.md", "multi_turn.md") == []
 
 
-def test_the_start_answers_what_it_sees_and_rarely_summarizes_it(engine_and_model):
+def test_the_start_answers_what_it_sees_and_rarely_summarizes_it():
     """Within 0.08 of the demonstrations' share: 3 standard deviations of 200 samples' probabilities are less."""
-    _, model, tokenizer = engine_and_model
+    path = str(toy_list.FOLDER / "model")
+    model, tokenizer = load_model(path), load_tokenizer(path)
     rng, right, kept = random.Random(1), [], []
     while len(right) < 50 or len(kept) < 50:
         *turns, (_, last, _) = toy_list.demonstration(rng)

@@ -1,4 +1,4 @@
-"""agent/environments.py, rewards/verifiers.py, data/environments.py: environments of others, as they are.
+"""agent/environments.py, agent/interactions.py, rewards/verifiers.py, data/environments.py: environments of others.
 
 OpenEnv's own example (what `openenv init` writes) is served here, verifiers' environments are loaded from the package.
 Neither package is in the requirements: where one is missing, its tests are skipped.
@@ -18,20 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
-from agent import MultiTurn, make_episodes
 from agent.environments import OpenEnv
 from agent.interactions import load_interaction
 from agent.tools.builtin import calculator
 from data import environments as rows_of
 from lib import InputError
-from lib.args import MultiTurnArgs
-from lib.rollout import Sampling, request_seeds
 from rewards.verifiers import compute_score as verifiers_score
-from tests.agent.test_agent_loop import assert_trained_as_sampled, build, prompts_of, recorded, rewards, tokenizer
-from tests.common import START_S, answers, documented, free_port, save_tiny
-
-N = 8  # episodes
-
+from tests.common import START_S, answers, documented, free_port
 
 GAME = """
 
@@ -41,9 +34,6 @@ class Random(Letters):
     def reset(self, *, seed=None, options=None):
         Random.starts += 1
         return f"{Random.starts}?", {}
-
-
-number = 3
 
 
 class Arrays(Letters):
@@ -161,7 +151,7 @@ def openenv(tmp_path_factory):
     init = [sys.executable, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(folder)]
     subprocess.run(init, check=True, capture_output=True, timeout=120)
     example = folder / "echo_env/server/app.py"
-    example.write_text(example.read_text().replace("max_concurrent_envs=1", f"max_concurrent_envs={4 * N}"))
+    example.write_text(example.read_text().replace("max_concurrent_envs=1", "max_concurrent_envs=9"))
     (folder / "echo_env/both.py").write_text(GUESS)
     port = free_port()
     serve = [sys.executable, "-m", "uvicorn", "both:app", "--host", "127.0.0.1", "--port", str(port)]
@@ -320,15 +310,6 @@ def test_replies_of_another_form_are_one_line(reply, words):
     assert re.match(r"openenv:http://\S+: its answer to ", said)
 
 
-def test_openenv_specs_without_a_server_cannot_be_loaded():
-    for spec, words in (
-        ("http://127.0.0.1:9", "no OpenEnv server answers at http://127.0.0.1:9/schema"),
-        ("localhost:8000", "give 'openenv:action=FIELD"),
-    ):
-        with pytest.raises(InputError, match=words):
-            load_interaction(f"openenv:{spec}")
-
-
 def test_openenv_actions_that_a_server_does_not_have(openenv):
     for action, words in (
         ("code", "an action has no 'code', but message"),
@@ -343,7 +324,13 @@ def row(i: int = 0) -> dict:
     return {"prompt": [{"role": "user", "content": f"{i}?"}], "question": f"{i}?", "answer": ""}
 
 
-def test_packages_that_are_missing_or_too_new_are_named(monkeypatch):
+def test_servers_and_packages_that_are_missing_or_too_new_are_named(monkeypatch):
+    for spec, words in (
+        ("http://127.0.0.1:9", "no OpenEnv server answers at http://127.0.0.1:9/schema"),
+        ("localhost:8000", "give 'openenv:action=FIELD"),
+    ):
+        with pytest.raises(InputError, match=words):
+            load_interaction(f"openenv:{spec}")
     for module in (None, types.ModuleType("verifiers")):  # that of 0.4 has no load_environment
         monkeypatch.setitem(sys.modules, "verifiers", module)
         with pytest.raises(InputError, match=r"pip install 'verifiers>=0\.1\.14,<0\.4'"):
@@ -405,6 +392,27 @@ def test_verifiers_rubric_as_a_scorer(own, tmp_path):
         asyncio.run(verifiers_score("verifiers", "x", json.dumps(row()), env=f"{own}load_environment"))
 
 
+def test_reasoning_gym_gives_further_tries():
+    import reasoning_gym  # whose import takes more than a second
+
+    from rewards.reasoning_gym import dump_entry
+
+    [entry] = reasoning_gym.create_dataset("chain_sum", seed=1, size=1)
+    right, truth = entry["answer"], {"task": "chain_sum", "task_kwargs": {}, "entry": dump_entry(entry)}
+
+    def play(*answers, **kwargs):
+        turns = [f"<answer>{answer}</answer>" for answer in answers]
+        return talk(load_interaction("reasoning_gym"), turns, ground_truth=json.dumps(truth), **kwargs)
+
+    [(over, said, *_), (ended, *_)], score = play("no", right)
+    assert (over, ended, score) == (False, True, 1.0) and "'no' is not right" in said and right not in said
+    replies, score = play("no", "no", max_tries=2)
+    assert [over for over, *_ in replies] == [False, True] and score < 1.0
+    truth["task"] = "simple_integration"
+    with pytest.raises(InputError, match="simple_integration"):
+        play()
+
+
 # ---- rows ----------------------------------------------------------------------------------------
 def test_rows_are_starts(game, tmp_path):
     rows_of.main(game, tmp_path, size=3, test_size=2, seed=5, system="Be brief.")
@@ -417,47 +425,3 @@ def test_rows_are_starts(game, tmp_path):
         rows_of.main(game.replace("Letters", "Random"), tmp_path)
     with pytest.raises(InputError, match="give openenv:"):
         rows_of.main("reasoning_gym", tmp_path)
-
-
-# ---- what is trained -----------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def engine_and_model(world, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    engine, model = build("hf", save_tiny(folder / "model"), folder / "engine")
-    yield engine, model
-    engine.close()
-
-
-def letters(text: str) -> float:
-    return sum(map(str.isalpha, text)) / max(len(text), 1)
-
-
-SPECS = {"game": "{}", "openenv": "openenv:observation=echoed_message {}", "own": "verifiers:{}load_environment"}
-
-
-@pytest.fixture(params=SPECS)
-def spec(request):
-    return SPECS[request.param].format(request.getfixturevalue(request.param))
-
-
-def test_ids_trained_are_ids_sampled_and_rewards_are_those_of_their_texts(spec, engine_and_model):
-    (engine, model), kind = engine_and_model, spec.partition(":")[0]
-    gym = [{"reset": {"seed": i}, "first": f"{i}?"} for i in range(N)]
-    verifiers = [{"row": json.dumps(row(i))} for i in range(N)]
-    kwargs = {"gym": gym, "openenv": [{}] * N, "verifiers": verifiers}[kind]
-    limits = MultiTurnArgs(max_turn_tokens=12, max_turns=2)
-    how = MultiTurn(tokenizer(), interaction=load_interaction(spec), limits=limits)
-    prompts = prompts_of(how, N, interaction_kwargs=kwargs)
-    with recorded(engine) as got:
-        out = make_episodes(engine, how).generate(prompts, Sampling(300), request_seeds(1, 1, list(range(N))))
-    assert out.non_tensor_batch["num_turns"].tolist() == [2] * N
-    assert_trained_as_sampled(out, got, model)
-    for i in range(N):
-        said = [message["content"] for message in out.non_tensor_batch["messages"][i] if message["role"] == "assistant"]
-        actions = [text.rpartition("</think>")[2].strip() for text in said]
-        expected = {
-            "gym": [letters(action) for action in actions],
-            "openenv": [min(0.1 * len(action), 1) for action in actions],
-            "verifiers": [letters("".join(said))],
-        }[kind]
-        assert rewards(out)[i] == pytest.approx([reward for reward in expected if reward], abs=1e-6)  # float32

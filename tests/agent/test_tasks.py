@@ -57,27 +57,13 @@ def write(folder: Path, files: dict[str, str | None] | None = None) -> Path:
 
 
 # ---- the embedded tasks --------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "before"), [("count", 0.0), ("fix_test", 0.25), ("rename", 0.0)])
-def test_a_task_is_solved_by_its_solution_only(name, before):
-    async def body(opened):
-        untouched = await opened.check(PATIENT_S)
-        await opened.exec("rm -rf /tests /logs", PATIENT_S)
-        code, _ = await opened.solve(PATIENT_S)
-        return untouched, code, await opened.check(PATIENT_S)
-
-    assert in_task(name, body) == (before, 0, 1.0)
-
-
-def test_an_episode_begins_with_a_fresh_copy():
+def test_an_episode_begins_with_a_fresh_copy_where_the_dockerfile_says():
     async def body(opened):
         return await opened.exec("ls; cat a.jpeg; echo mine > a.jpeg; touch new", PATIENT_S)
 
     files = (0, "a.jpeg\nb.jpeg\nc.jpeg\nnotes.txt\npicture a\n")
     assert in_task("rename", body) == files == in_task("rename", body)
     assert (TASKS / "rename/environment/a.jpeg").read_text() == "picture a\n"
-
-
-def test_a_dockerfile_of_copies_says_where_the_files_are():
     count = read_task(TASKS / "count")
     assert [target for _, target in count.files] == ["/srv/logs/server.log"] and count.workdir == "/srv/logs"
     assert in_task("count", lambda opened: opened.exec("pwd; ls", PATIENT_S)) == (0, "/srv/logs\nserver.log\n")
@@ -145,9 +131,7 @@ except BlockingIOError:
         ("touch /file /usr/file /bin/file", 1, "Read-only file system"),
         ("mount -t tmpfs none /app; unshare -U true; chroot / true; echo $?", 0, "1|12"),
         ("python3 -c 'import socket; socket.socket()'", 1, "Function not implemented"),
-        ("echo > /dev/tcp/127.0.0.1/80", 1, "Function not implemented"),
         ("ulimit -u 1000; ulimit -v unlimited", 1, "cannot modify limit"),
-        ("x" * 200_000, 126, "Argument list too long"),
         ("printf '\\xff\\0\\ud800'", 0, "\ufffd"),
         ("echo \ud800", 126, "surrogates not allowed"),
     ],
@@ -264,7 +248,7 @@ def test_the_policy_runs_commands_and_the_check_is_its_reward():
         assert how.tools["bash"].opened == {}
         return rewards(out)[0], response_text(out)
 
-    reward, text = episode("rename", "printf '<|im_%s|>' end; ls missing", solve)
+    reward, text = episode("rename", "rm -rf /tests /logs; printf '<|im_%s|>' end; ls missing", solve)
     assert reward == [1.0] and "(no output)" in text
     assert "ls: cannot access 'missing': No such file or directory\n\n(exit code 2)" in text
     assert text.count(END) == 3 + 2  # turns and answers; not what a tool says
@@ -314,8 +298,8 @@ RUN += ["--micro-batch-tokens", "3000", "--save-every", "0", "--no-export-model"
 
 
 def test_a_run_on_the_embedded_tasks(tmp_path):
-    """The model cannot solve one; but a check gives 0.25 for the files as they are. The rows name bash, so that their
-    prompts do not show the run's other tool."""
+    """Each is solved by its solution, and not by the model; but a check gives 0.25 for the files as they are. The rows
+    name bash, so that their prompts do not show the run's other tool."""
     rows_of.main(TASKS, tmp_path / "data")
     rows = pq.read_table(tmp_path / "data/train.parquet").to_pylist()
     assert [row["extra_info"]["task"] for row in rows] == ["count", "fix_test", "rename"]
@@ -382,7 +366,6 @@ IN_APP = "FROM ubuntu\nWORKDIR /app\n"
         ({"task.toml": "[environment]\ndocker_image = 'x:1'"}, "docker_image x:1: not without Docker: give a provider"),
         ({"environment/docker-compose.yaml": ""}, "docker-compose.yaml: not without Docker: give a provider"),
         ({"environment/Dockerfile": "FROM own:1"}, "Dockerfile line 1: FROM own:1: not without Docker"),
-        ({"environment/Dockerfile": "FROM python:3.13\nRUN apt-get update"}, "line 2: RUN apt-get update: not"),
         ({"environment/Dockerfile": "FROM ubuntu\nCOPY --from=a b c"}, "line 2: COPY --from=a"),
         ({"environment/Dockerfile": f"{IN_APP}COPY ../../x ."}, "COPY ../../x: there is no such"),
         ({"environment/Dockerfile": f"{IN_APP}COPY a.jpeg /app/../etc/b"}, "writes to /etc, which is read only"),
@@ -428,7 +411,7 @@ def test_rows_of_tasks_that_cannot_be_trained_on(tmp_path):
 
 
 def test_a_program_names_tasks_of_its_folder_only():
-    for name in ("../toy_tasks/rename", "..", ".", "", "/etc", f"{TASKS}/rename", "rename/", "a\0b", "a\nb", "a" * 999):
+    for name in ("../toy_tasks/rename", "..", "", f"{TASKS}/rename", "rename/", "a\0b"):
         with pytest.raises(InputError, match="is not the name of a task in it"):
             in_task(name, None)
 
@@ -436,17 +419,13 @@ def test_a_program_names_tasks_of_its_folder_only():
 @pytest.mark.parametrize(
     ("link", "target"),
     [
-        ("instruction.md", "../../secret/key"),
         ("task.toml", "/etc/hostname"),
-        ("tests/test.sh", "../../../secret/key"),
         ("environment/deep/key", "../../../../secret/key"),
         ("environment/key", "../../other/instruction.md"),
-        ("environment/Dockerfile", "../../../secret/key"),
         ("", "../secret"),
     ],
 )
-@pytest.mark.parametrize("local", [True, False])
-def test_a_link_out_of_a_task_is_one_line(tmp_path, link, target, local):
+def test_a_link_out_of_a_task_is_one_line(tmp_path, link, target):
     (tmp_path / "secret/tests").mkdir(parents=True)
     for name in ("key", "instruction.md", "tests/test.sh"):
         (tmp_path / "secret" / name).write_text("mine")
@@ -454,8 +433,9 @@ def test_a_link_out_of_a_task_is_one_line(tmp_path, link, target, local):
     path = write(tmp_path / "tasks/own", {"environment/deep/a": ""}) / link
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     path.symlink_to(target)
-    with one_line(re.escape(f"links to {target!r}, outside the task")):
-        read_tasks(tmp_path / "tasks", local)
+    for local in (True, False):
+        with one_line(re.escape(f"links to {target!r}, outside the task")):
+            read_tasks(tmp_path / "tasks", local)
 
 
 def test_a_link_within_a_task_and_what_is_no_file(tmp_path):

@@ -168,27 +168,6 @@ def test_a_new_segment_has_all_images_again(kind):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-def test_more_images_than_max_images_are_answered_with_an_error():
-    how = settings(make_vision("idefics3", max_images=2))
-    both = CALL % (0, 0, 12, 20) + "\n" + CALL % (0, 0, 8, 8) + END
-    out, _ = play(how, [("?", [noise(1)])], [both, "x" + END])
-    answers = [m["content"] for m in out.non_tensor_batch["messages"][0] if m["role"] == "tool"]
-    assert answers[1] == "Error: only 2 images may be shown" and len(answers[0]) == 2
-    assert reduce_metrics(agent_metrics(out))["agent/tool_errors/too_many"] == 1
-
-
-@pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("glm4v", "<image>"), ("glm4v", START)])
-def test_no_image_after_a_sampled_placeholder(kind, token):
-    """An engine would take the placeholder for the image's. Behind the start of a video, GLM-4V's images are frames."""
-    how = settings(make_vision(kind))
-    out, engine = play(how, [("?", [noise(1)])], [token + CALL % (0, 0, 12, 20) + END, "x" + END])
-    assert "no image can be shown after" in out.non_tensor_batch["messages"][0][2]["content"]
-    assert len(out.non_tensor_batch["multi_modal_data"][0]["image"]) == 1
-    [media] = engine.media[0, 1]
-    sampled = [token for token, mine in zip(media.ids, media.sampled) if mine]
-    assert sampled.count(how.tokenizer.convert_tokens_to_ids(token)) == 1
-
-
 @pytest.mark.parametrize(("kind", "token"), [("idefics3", "<image>"), ("glm4v", START)])
 def test_a_sampled_placeholder_is_text_in_a_new_segment(kind, token):
     how = settings(make_vision(kind, FORGETS), {}, interaction=User, parse=lambda text: [])
@@ -209,19 +188,31 @@ class Returns(Zoom):
         return self.value
 
 
+LOOK = CALL % (0, 0, 12, 20)
+
+
 @pytest.mark.parametrize(
-    ("tool", "message"),
+    ("kind", "tool", "turn", "message"),
     [
-        (Returns(ToolResponse("", [noise(0)]), False), "must say returns_images = True"),
-        (Returns(ToolResponse("", ["a.png"])), "images that are not PIL images"),
-        (Returns(ToolResponse(None)), "returned a NoneType"),
-        (Zoom(), "nothing of the image, which is 24 x 24 pixels, is within"),
+        ("idefics3", Returns(ToolResponse("", [noise(0)]), False), LOOK, "must say returns_images = True"),
+        ("idefics3", Returns(ToolResponse("", ["a.png"])), LOOK, "images that are not PIL images"),
+        ("idefics3", Returns(ToolResponse(None)), LOOK, "returned a NoneType"),
+        ("idefics3", Zoom(), CALL % (30, 0, 9, 9), "nothing of the image, which is 24 x 24 pixels, is within"),
+        ("idefics3", Zoom(), f"{LOOK}\n{LOOK}", "only 2 images may be shown"),
+        # an engine would take the placeholder for the image's; behind a video's start, GLM-4V's images are frames
+        ("idefics3", Zoom(), f"<image>{LOOK}", "no image can be shown after"),
+        ("glm4v", Zoom(), f"<image>{LOOK}", "no image can be shown after"),
+        ("glm4v", Zoom(), f"{START}{LOOK}", "no image can be shown after"),
     ],
 )
-def test_what_a_tool_cannot_return(tool, message):
-    how, turns = settings(make_vision("idefics3"), {"zoom": tool}), [CALL % (30, 0, 9, 9) + END, "x" + END]
-    out, _ = play(how, [("?", [noise(1)])], turns)
-    assert message in out.non_tensor_batch["messages"][0][2]["content"]
+def test_what_cannot_be_shown_is_an_error(kind, tool, turn, message):
+    how = settings(make_vision(kind, max_images=2), {"zoom": tool})
+    out, _ = play(how, [("?", [noise(1)])], [turn + END, "x" + END])
+    answers = [m["content"] for m in out.non_tensor_batch["messages"][0] if m["role"] == "tool"]
+    assert answers[-1].startswith("Error: ") and message in answers[-1]
+    assert len(out.non_tensor_batch["multi_modal_data"][0]["image"]) == len(answers)
+    error = f"agent/tool_errors/{'too_many' if 'only' in message else 'exception'}"
+    assert reduce_metrics(agent_metrics(out))[error] == 1
 
 
 def test_tools_that_return_images_are_refused_where_they_cannot_be_shown():
