@@ -14,30 +14,25 @@ from rewards import _math, geometry3k
 from rewards import math as math_reward
 
 CASE = r"""
-R-r // 0 ;; \frac{R}{r} // 1 ;; \Delta // \delta ;; \Gamma // \gamma ;; \Pi // \pi ;; F(x) // f(x) ;; x+A // x+a
-ab // AB ;; abc // ABC ;; Aa // aa ;; E // e ;; I || I // i || \sqrt{-1} ;; 2i // 2I ;; I_1 || I_{1} // I_2
-\text{I and III} || \text{I, III} // \text{I and II} ;; mV // mv ;; 2R // 2r ;; R^2 // r^2 ;; x_A // x_a
-N(t) // n(t) ;; \sin A // \sin a ;; \{A,B\} // \{a,b\} ;; (A,B) // (a,b) ;; A=5 // a=5 ;; \text{Even} || even
-\text{even} || \text{Even} ;; \text{Evelyn} || Evelyn || \text{evelyn} ;; Evelyn || evelyn ;; Yes || yes
-\text{No} || no ;; \text{(C)} || C || (C) || \text{(c)} ;; \text{C} || \text{(C)} ;; \text{A} || a
-C || \text{C} ;; \text{B} // \text{C} ;; \text{(E)} || \text{E} ;; TRUE || true ;; \text{True} // \text{False}
-f'(x) // f(x) ;; A' // A ;; \vec{A} // \vec{a} ;; \angle A // \angle a ;; \log R // \log r
+R-r // 0 ;; \frac{R}{r} // 1 ;; \Delta // \delta ;; \Gamma // \gamma ;; F(x) // f(x) ;; ab // AB ;; Aa // aa
+E // e ;; I || I // i || \sqrt{-1} ;; 2i // 2I ;; I_1 || I_{1} // I_2
+\text{I and III} || \text{I, III} // \text{I and II} ;; mV // mv ;; \sin A // \sin a ;; \{A,B\} // \{a,b\}
+(A,B) // (a,b) ;; A=5 // a=5 ;; f'(x) // f(x) ;; A' // A ;; \text{Even} || even ;; \text{even} || \text{Even}
+Evelyn || evelyn ;; TRUE || true ;; \text{yes} // \text{no} ;; \text{(C)} || C || (C) || \text{(c)}
+\text{C} || \text{(C)} ;; \text{A} || a ;; C || \text{C} ;; \text{B} // \text{C}
 \text{no solution} || \text{No solution} ;; \text{(a)} || (A) ;; \Lambda+1 // \lambda+1
-\mathcal{A} // \mathcal{B} ;; \hat{A} // \hat{a} ;; 2R+r // 2r+R ;; \frac{A}{a} // 1 ;; x^2+X^2 // 2x^2
-G(x)=2x || 2x ;; G(x) // g(x) ;; \{R,r\} // \{r,r\} ;; Xx // xx ;; \sqrt{R} // \sqrt{r} ;; K // k
-\text{cm} || \text{CM} ;; \text{yes} // \text{no} ;; \text{A and B} // \text{A and C} ;; \text{A, B} || A, B
-A, B || B, A
+\mathcal{A} // \mathcal{B} ;; \vec{A} // \vec{a} ;; \angle A // \angle a ;; \log R // \log r ;; x^2+X^2 // 2x^2
+G(x)=2x || 2x ;; \sqrt{R} // \sqrt{r} ;; \text{cm} || \text{CM} ;; \text{A and B} // \text{A and C}
+\text{A, B} || A, B ;; A, B || B, A
 """
 GROUPS_OF_DIGITS = r"""
-12345 || 12\,345 || 12{,}345 || 12,345 || 12,\!345 || \$12,345 || 12\,345 \text{ dollars} || 12\, 345
-12345 || 12\text{,}345 || 12\thinspace 345 ;; 0 // 1 000 || 10 000
-1000 || 1\;000 || 1\ 000 || 1~000 || 1\:000 || 1{\,}000 || +1 000 // (1, 000) ;; 1234567 || 1{,}234{,}567
-12345.6 || 12\,345.6 ;; -12345 || -12\,345 ;; (1,0) || (1, 000) ;; 23 // 2\,3 || 2\ 3 ;; 357 // 12\,345
+12345 || 12{,}345 || 12,345 || 12,\!345 || \$12,345 || 12\,345 \text{ dollars} || 12\, 345
+12345 || 12\text{,}345 || 12\thinspace 345 ;; 0 // 1 000 ;; 1234567 || 1{,}234{,}567
+1000 || 1\;000 || 1\ 000 || 1~000 || 1\:000 || 1{\,}000 || +1 000 // (1, 000) ;; 12345.6 || 12\,345.6
+-12345 || -12\,345 ;; (1,0) || (1, 000) ;; 23 // 2\,3 || 2\ 3 ;; 357 // 12\,345
 (1000,2000) || (1\,000, 2\,000) ;; 1000, 2000 || 1,000, 2,000 ;; 12345\pi || 12,345\pi ;; x=12345 || x=12,345
-12345x || 12{,}345x ;; 0.12345 || 0.123\,45 ;; (1,234) // 1234
-\frac{1000}{3} || \frac{1\,000}{3} || \frac{1,000}{3} ;; 123 // 1,2,3 ;; \frac{1}{12345} || \frac{1}{12\,345}
-\{1000,2000\} || \{1\,000, 2\,000\} ;; x=1000 || x = 1\,000 ;; 2 // 2,300 ;; 12 // 3 4 ;; 12\,345 || 12345
-1,234 || 1234 ;; \$1\,000 || 1000 ;; 1\,000\% || 1000\%
+0.12345 || 0.123\,45 ;; (1,234) // 1234 ;; \frac{1000}{3} || \frac{1\,000}{3} ;; 123 // 1,2,3 ;; 1,234 || 1234
+\{1000,2000\} || \{1\,000, 2\,000\} ;; 2 // 2,300 ;; 12 // 3 4 ;; 12\,345 || 12345 ;; 1\,000\% || 1000\%
 """
 EQUATIONS = r"""
 12 || AB=12 || [ABC]=12 // 2x+3y=12 || xy=12 || 12=2x+3y || 3x=12 || x-y=12 || 2x+3y\le12 ;; 10 || |AB|=10
@@ -59,23 +54,16 @@ y=\sqrt x || y=\sqrt{x} ;; x=2,y=3 || x=2 \text{ and } y=3 // x=3,y=2 ;; e^x || 
 """
 NUMBERS = r"""
 1.6\times10^{-19} || 1.6e-19 || 1.6E-19 // 9.1\times10^{-31} || 0 ;; 0.0000672 || 6.72\times10^{-5} // 0.0000671
-0 // 1.6\times10^{-19} || 0.0000001 || 10^{-10} ;; 10^{-20} // 2\times10^{-20}
-2^{-60} || \frac{1}{2^{60}} // 2^{-61} ;; 2^{60} || 1152921504606846976 // 1152921504606846977
-1152921504606846976 // 1152921504606846977 ;; \frac13 || 0.333333 // 0.333 || 0.33 ;; \frac23 || 0.666667
-\pi || 3.14159265 // 3.14 || 3.1416 ;; 3.14159265 || 3.141593 ;; 1234567.1 // 1234567.2
-\frac{1000000}{3} || 333333.333 || 333333.3 // 333333 ;; 6.022\times10^{23} // 6.021\times10^{23}
-10^{30} // 10^{30}+1 ;; 0.3 || 0.30000000000000004 ;; 0.5 || \frac12 ;; \sqrt2\times10^{-9} // 1.5\times10^{-9}
+0 // 1.6\times10^{-19} || 0.0000001 || 10^{-10} ;; 10^{-20} // 2\times10^{-20} ;; 2^{-60} || \frac{1}{2^{60}} // 2^{-61}
+2^{60} || 1152921504606846976 // 1152921504606846977 ;; 10^{30} // 10^{30}+1 ;; \frac13 || 0.333333 // 0.333
+\pi || 3.14159265 // 3.1416 ;; 3.14159265 || 3.141593 ;; 1234567.1 // 1234567.2 ;; 0.3 || 0.30000000000000004
+\frac{1000000}{3} || 333333.333 || 333333.3 // 333333 ;; \sqrt2\times10^{-9} // 1.5\times10^{-9}
 (0.0000001,1) // (0.0000002,1) ;; \{0.0000001\} // \{0.0000002\} ;; [0,0.0000001] // [0,0.0000002]
 \begin{pmatrix}0.0000001\\1\end{pmatrix} // \begin{pmatrix}0.0000002\\1\end{pmatrix} ;; 0.0000001x // 0.0000002x
-0.00005\% // 0.00004\% ;; 12.5\% || 12.5 || \frac18 ;; \frac13\% || \frac{1}{300} ;; 33.3\% // 33.4\%
-1.5\times10^3 || 1500 ;; 0.1+0.2 || 0.3 ;; 0.000001 // 0.0000012 ;; -0.0000671 // 0.0000671
-\sqrt{2}+\sqrt{3} || \sqrt{5+2\sqrt{6}} ;; \cos\frac{\pi}{3} || \frac12
-6.67\times10^{-11} // 6.68\times10^{-11} ;; 10^{-10} // 0 ;; \frac{1}{10^9} || 10^{-9} // \frac{1}{10^8}
-3\times10^8 || 300000000 ;; 0.000000123 || 1.23\times10^{-7} // 1.24\times10^{-7}
+0.00005\% // 0.00004\% ;; 12.5\% || 12.5 || \frac18 ;; \frac13\% || \frac{1}{300} ;; -0.0000671 // 0.0000671
+0.1+0.2 || 0.3 ;; 0.000001 // 0.0000012 ;; \sqrt{2}+\sqrt{3} || \sqrt{5+2\sqrt{6}} ;; \cos\frac{\pi}{3} || \frac12
 \frac{1}{7} || 0.142857 // 0.1428 ;; \frac{22}{7} // \pi ;; 1.6×10^{-19} || 1.6×10⁻¹⁹ ;; 0.99999999 || 1
-(1.6\times10^{-19},2) // (9.1\times10^{-31},2)
-1.6\times10^{-19}\text{ C} || 1.6\times10^{-19} // 1.7\times10^{-19}\text{ C}
--1.6\times10^{-19} // 1.6\times10^{-19} ;; 2.5\times10^{-7}x // 2.6\times10^{-7}x ;; \ln 2 || 0.693147 // 0.69
+1.6\times10^{-19}\text{ C} || 1.6\times10^{-19} // 1.7\times10^{-19}\text{ C} ;; \ln 2 || 0.693147 // 0.69
 """
 BRACKETS = r"""
 \{1,2\} || \{2,1\} || 1,2 || \left\{1,2\right\} || x\in\{1,2\} || x=1,2
@@ -102,56 +90,42 @@ x<1\text{ or }x>2 || (-\infty,1)\cup(2,\infty) || x>2\text{ or }x<1
 [2,\infty) || x\geq2 || 2\leq x // x>2 ;; \left[0,\frac{\pi}{2}\right] || [0,\pi/2]
 """
 FORMS = r"""
--3 || −3 || -3.
-\frac13 || 0.\overline{3} || 0.\overline3 || 0.333\ldots || 0.333... || 0.(3) || 0.\dot{3} || 0.\bar{3}
-\frac16 || 0.1\overline{6} ;; 0.\overline{3} || \frac13 ;; \frac{4}{33} || 0.\overline{12}
-3\frac{1}{3} || 3.\overline{3} ;; -\frac13 || -0.\overline{3} ;; 33.\overline{3}\% || \frac13
+-3 || −3 || -3. ;; -5 || –5 || \text{−5} ;; (1,2) || (1, 2). ;; (−1,2) || (-1,2)
+\frac13 || 0.\overline{3} || 0.333\ldots || 0.333... || 0.(3) || 0.\dot{3} || 0.\bar{3}
+\frac{1}{3} // 0.\overline{34} ;; \frac16 || 0.1\overline{6} ;; \frac{1}{6} || 0.1666\ldots
+0.\overline{3} || \frac13 ;; \frac{4}{33} || 0.\overline{12} ;; 3\frac{1}{3} || 3.\overline{3}
+-\frac13 || -0.\overline{3} ;; 33.\overline{3}\% || \frac13
 \frac{1\pm\sqrt5}{4} || \frac{1+\sqrt5}{4}, \frac{1-\sqrt5}{4} || \frac{1-\sqrt5}{4}, \frac{1+\sqrt5}{4}
 \frac{1\pm\sqrt5}{4} || \frac{1+\sqrt5}{4}\text{ and }\frac{1-\sqrt5}{4} // \frac{1+\sqrt5}{4}
-\frac{1+\sqrt5}{4}, \frac{1-\sqrt5}{4} || \frac{1\pm\sqrt5}{4} ;; 1\pm\sqrt5 || 1+\sqrt5,1-\sqrt5
-\pm 2 || 2,-2 ;; 2,-2 || \pm2 || x=\pm2 ;; x=\pm2 || 2,-2 ;; \pm1,\pm2 || 1,-1,2,-2
-\{\pm1,\pm2\} || \{1,-1,2,-2\} ;; \pm2 // 2
-2.5 || 2 1/2 || 2\frac12 || 2\frac{1}{2} || 2\,\frac{1}{2} || 2\ 1/2 || 2\tfrac12 || 2½ ;; 2\frac12 || \frac52
--2.5 || -2\frac12 ;; 0.5 || ½ || .5 || \frac{1}{2}. ;; -0.5 || -.5
+\frac{1+\sqrt5}{4}, \frac{1-\sqrt5}{4} || \frac{1\pm\sqrt5}{4} ;; \pm 2 || 2,-2 ;; 2,-2 || \pm2 || x=\pm2
+x=\pm2 || 2,-2 ;; \pm1,\pm2 || 1,-1,2,-2 ;; \{\pm1,\pm2\} || \{1,-1,2,-2\} ;; \pm2 // 2 ;; 2\pm3i || 2-3i,2+3i
+3\pm2\sqrt2 || 3+2\sqrt2 \text{ or } 3-2\sqrt2 // 3+2\sqrt2 ;; x=3\pm\sqrt2 || 3\pm\sqrt2 ;; a\mp b || a-b,a+b
+2.5 || 2 1/2 || 2\frac12 || 2\,\frac{1}{2} || 2\ 1/2 || 2\tfrac12 || 2½ ;; -2.5 || -2\frac12
+0.75 || 3/4 // 1 3/4 ;; 0.5 || ½ || .5 || \frac{1}{2}. ;; -0.5 || -.5
 -\frac{1}{2} || \frac{-1}{2} || \frac{1}{-2}
-\frac12 || \frac{1}{2} || 1/2 || \dfrac12 || \tfrac{1}{2} || \nicefrac{1}{2} || {1\over 2} || 2^{-1} || 50\%
+\frac12 || \frac{1}{2} || 1/2 || \dfrac12 || \nicefrac{1}{2} || {1\over 2} || 2^{-1} || 50\%
 90 || 90^\circ || 90^{\circ} || 90° || 90 \text{ degrees} || 90\degree ;; 90^\circ || 90 || 90\text{ degrees}
-\$5 || 5 ;; 5\% || 5 ;; 5\text{ cm} || 5 ;; 5\text{ cm}^2 || 5 ;; [1,2] || x \in [1,2] ;; x\in[1,2] || [1,2]
+\$5 || 5 ;; 5\% || 5 ;; 5\text{ cm}^2 || 5 ;; 15\mbox{ cm}^2 || 15 ;; x\in[1,2] || [1,2] ;; [1,2] || x \in [1,2]
 \infty || ∞ || +\infty ;; -\infty // \infty ;; \emptyset || \varnothing || \{\} || ∅
-\mathbb{R} || (-\infty,\infty) || \mathbb R || ℝ || (-\infty,+\infty) // R ;; \mathbb{Z} // \mathbb{R}
-x=-3 || −3 ;; 2\sqrt{3} || \sqrt{12} ;; \frac{\sqrt2}{2} || \frac{1}{\sqrt2} ;; 5\times10^3 || 5×10^3
-(x+1)^2 || x^2+2x+1 ;; x(x+1) || x^2+x ;; \frac{x+1}{2} || 0.5x+0.5 ;; \log_2 8 || 3 ;; \ln e || 1
-e^{\ln 2} || 2 ;; 3+2i || 2i+3 ;; 3-2i // 3+2i ;; 5! || 120 ;; \binom52 || 10 ;; 3:4 || \frac34 ;; 2t // 2
-x+2c // x+2 ;; 2 || 2t // 2\text{ hours }30\text{ minutes} ;; 5\text{ m} || 5 ;; 5 m || 5 ;; x^2-1 || (x-1)(x+1)
-\sqrt[3]{2} || 2^{1/3} ;; \left|x\right| || |x| ;; -x || -1x ;; \frac{3}{4}\pi || \frac{3\pi}{4}
-\frac\pi2 || \pi/2 ;; \frac{a}{b} || a/b ;; \tan^{-1}x || \arctan x ;; 6 \text{ and } 7 || 6,7
-\$32{,}348 || 32348 ;; \text{June 20} || June 20 ;; \frac{1}{2}\text{ inch} || 0.5
-1\frac{3}{5}\text{ mL} || 1.6 ;; \frac{14}{3} || 4\frac23 ;; \left( 3, \frac{\pi}{2} \right) || (3,\pi/2)
-3, 5, 7 || 7, 5, 3 ;; -\frac{1}{8} || -0.125 ;; 2x+3 || y=2x+3
+\{\} || \{\,\} // \{\emptyset\} ;; \mathbb{R} || (-\infty,\infty) || \mathbb R || ℝ || (-\infty,+\infty) // R
+\mathbb{Z} // \mathbb{R} ;; x=-3 || −3 ;; 2\sqrt{3} || \sqrt{12} ;; 5\times10^3 || 5×10^3 ;; (x+1)^2 || x^2+2x+1
+\frac{x+1}{2} || 0.5x+0.5 ;; 3-2i // 3+2i ;; \binom52 || 10 ;; 3:4 || \frac34 ;; 2t // 2 ;; x+2c // x+2
+\frac\pi2 || \pi/2 ;; 2x+3 || y=2x+3 ;; 2 || 2t // 2\text{ hours }30\text{ minutes} ;; \text{2 hours} || 2
+5 m || 5 ;; 6 \text{ and } 7 || 6,7 ;; 5 || 5 m || 5\text{ m} // 2+3t || 2 + 3 m ;; -5 || -5 m
+10 || 10\text{ cm/s} || 10 dollars || 10\text{ dollars} ;; \text{June 20} || June 20
+1\frac{3}{5}\text{ mL} || 1.6 ;; 3, 5, 7 || 7, 5, 3 ;; \frac{270}7\text{ degrees} || \frac{270}{7}
+\left( 3, \frac{\pi}{2} \right) || (3,\pi/2) ;; \Big(\frac34,1\Big) || (0.75,1) ;; \mathbf{(1,2)} || (1,2)
 \begin{pmatrix} 1/5 & -2/5 \\ -2/5 & 4/5 \end{pmatrix} || \begin{pmatrix}0.2&-0.4\\-0.4&0.8\end{pmatrix}
-\text{(A)} || A ;; \frac{\sqrt{3}}{3} || \frac{1}{\sqrt3} ;; \pm 1 || 1,-1 ;; 5 \sqrt{2} || \sqrt{50}
-4210_{5} || 4210_5 || 4210 ;; \left[-\frac{1}{2}, \frac13\right] || [-1/2,1/3]
-\frac{270}7\text{ degrees} || \frac{270}{7} ;; 70 \sqrt{2} || 70\sqrt2 ;; 15\mbox{ cm}^2 || 15
-11,\! 111,\! 111,\! 100 || 11111111100 ;; \frac{243}{625} || 0.3888 ;; \frac{2\pi}{3} // 120^\circ
-5,-5 || 5\text{ or }-5 ;; 3\sqrt2 || 3*sqrt(2) ;; 2\pi || 2*pi || 2pi ;; x^2 || x**2 || x²
-\frac{1}{6} || 0.1666\ldots ;; \frac{1}{3} // 0.\overline{34} ;; \frac{41}{333} || 0.\overline{123}
-1.75 || 1 3/4 ;; 0.75 || 3/4 // 1 3/4 ;; -\frac34 || -3/4
+11,\! 111,\! 111,\! 100 || 11111111100 ;; \frac{2\pi}{3} // 120^\circ ;; 3\sqrt2 || 3*sqrt(2)
+2\pi || 2*pi || 2pi ;; x^2 || x**2 || x² ;; \sqrt{3} || 3^{1/2} || 3^{0.5} ;; [0,\infty) || [0,+∞)
+\displaystyle\frac{3}{4} || \frac34
 x=\frac{-b\pm\sqrt{b^2-4ac}}{2a} || \frac{-b+\sqrt{b^2-4ac}}{2a},\frac{-b-\sqrt{b^2-4ac}}{2a}
-2\pm i || 2+i,2-i ;; 2\pm3i || 2-3i,2+3i ;; 3\pm2\sqrt2 || 3+2\sqrt2 \text{ or } 3-2\sqrt2 // 3+2\sqrt2
-\pm\frac12 || -\frac12,\frac12 || \pm 0.5 ;; x=3\pm\sqrt2 || 3\pm\sqrt2 ;; a\mp b || a-b,a+b
--5 || –5 || \text{−5} ;; 10 || 10\text{ cm/s} || 10 dollars || 10\text{ dollars} ;; (1,2) || (1, 2).
-\sqrt{3} || 3^{1/2} || 3^{0.5} ;; \frac{\sqrt3}{3} || \sqrt{\frac13} ;; \displaystyle\frac{3}{4} || \frac34
-\left(\frac{3}{4}\right) || \frac34 ;; \Big(\frac34,1\Big) || (0.75,1) ;; x\in\mathbb{R} || \mathbb{R}
-[0,\infty) || [0,+∞) ;; \frac{\pi}{6} // 30^\circ ;; \log 100 || 2 ;; \frac{0}{5} || 0 ;; 5\times 4 || 20
-\{-2, 3\} || x=-2\text{ or }x=3 || -2\text{ and }3 ;; 7\text{ inches} || 7 ;; 1\,000\,000 || 10^6
-\frac{5}{3}\text{ hours} || 1\frac23 ;; \mathbf{(1,2)} || (1,2) ;; \text{Yes} || Yes ;; (−1,2) || (-1,2)
-\sqrt{−x} || \sqrt{-x} ;; 5 || 5 m || 5\text{ m} // 2+3t || 2 + 3 m ;; -5 || -5 m
+\{-2, 3\} || x=-2\text{ or }x=3 || -2\text{ and }3 ;; \sqrt{−x} || \sqrt{-x} ;; x\in\mathbb{R} || \mathbb{R}
 2i || (1+i)^2 || \sqrt{-4} || 2\cdot i // 2 || -2i ;; i || \sqrt{-1} // -1 ;; 5 || |3+4i| // |3+5i|
 e^{i\pi/2} || i // -i ;; n(n+1)/2 || \frac{n^2+n}{2} || \sum_{i=1}^n i = \frac{n(n+1)}{2}
 4210_5 || 4210_{5} || 4210_{5}. || 4210 // 4210_{7} || 4211_5 ;; 2^{2004} || 4^{1002} // 2^{2004}-1 || 2^{2005}
 1 // 1-\frac{1}{2^{2004}} ;; AB\perp CD || AB \perp CD. || $AB\perp CD$ // AB\perp CE
 \frac{k\pi}{2}, k\in\mathbb{Z} || \dfrac{k\pi}2,k\in\mathbb{Z} // \frac{k\pi}{3}, k\in\mathbb{Z}
-\text{2 hours} || 2 ;; [1000,2000] || [1\,000,2\,000] ;; \{\} || \{\,\} // \{\emptyset\}
 """
 KINDS = {"case": CASE, "digits": GROUPS_OF_DIGITS, "equation": EQUATIONS}
 KINDS |= {"number": NUMBERS, "bracket": BRACKETS, "form": FORMS}

@@ -57,6 +57,16 @@ def wait_until_gone(pids) -> None:
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
+def close(manager: RewardManager) -> None:
+    """And no process of it is left."""
+    pids = []
+    if manager._pool is not None and psutil.pid_exists(manager._pool._process.pid):
+        supervisor = psutil.Process(manager._pool._process.pid)
+        pids = [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
+    manager.close()
+    wait_until_gone(pids)
+
+
 @pytest.fixture
 def manager_of(tmp_path):
     """manager_of(source, *functions, ...) of a scorer file with this source; closed after the test."""
@@ -74,21 +84,13 @@ def manager_of(tmp_path):
 
     yield make
     for manager in managers:
-        pids = processes_of(manager)
-        manager.close()
-        wait_until_gone(pids)
-
-
-def processes_of(manager: RewardManager) -> list[int]:
-    if manager._pool is None or not psutil.pid_exists(manager._pool._process.pid):
-        return []
-    supervisor = psutil.Process(manager._pool._process.pid)
-    return [supervisor.pid, *(child.pid for child in supervisor.children(recursive=True))]
+        close(manager)
 
 
 # ---- hostile scorers -------------------------------------------------------------------------------
 HOSTILE = """
 import ctypes, os, re, signal, subprocess, sys, threading, time, zlib
+from contextlib import suppress
 
 here = os.path.dirname(__file__)
 
@@ -107,35 +109,19 @@ def print_endlessly():
         print("x" * 10000)
         os.write(2, b"y" * 10000)
 
-def take_memory():
-    hoard = []
-    while True:
-        hoard.append(bytearray(2**20))
-
-class Odd:
-    def tolist(self):
-        raise RuntimeError("no list")
-
 OF_ANOTHER = bytes(7) + b'x+[["ok", {"score": 9.0}]]'
 
-def write_everywhere(data):
-    for fd in range(256):
-        try:
-            os.write(fd, data)
-        except OSError:
-            pass
-
 def send(size, data, checksum=b"abcd"):
-    write_everywhere(size.to_bytes(8, "big") + checksum + data)
+    for fd in range(256):
+        with suppress(OSError):
+            os.write(fd, size.to_bytes(8, "big") + checksum + data)
     time.sleep(100)
 
 def read_everything():
     for fd in range(3, 256):
-        try:
+        with suppress(OSError):
             os.set_blocking(fd, False)
             os.read(fd, 10**6)
-        except OSError:
-            pass
     return 0.5
 
 def leave_daemon_and_crash():
@@ -148,16 +134,6 @@ def fork_and_hang_twice():
         leave_pid(pid)
     time.sleep(100)
 
-def leave_child():
-    if not os.fork():
-        time.sleep(100)
-    return 0.5
-
-def fork_and_return_in_the_child():
-    if os.fork():
-        time.sleep(100)
-    return 0.5
-
 def change_process():
     os.chdir("/")
     os.environ.clear()
@@ -167,23 +143,17 @@ def change_process():
     sys.path.clear()
     return 0.5
 
-def move_to_another_group():
-    os.setpgid(0, os.getpgid(os.getppid()))
-    return 0.5
-
 def score(data_source, solution_str, ground_truth, extra_info=None):
     if data_source != "calm":
         return eval(data_source)
     return {"score": extra_info["row"] + 1, "pred": solution_str}
 """
 
-HANG, HANG_WITH_THE_GIL = "time.sleep(100)", "re.match('(a+)+$', 'a' * 50 + 'b')"
 KINDS = {  # what the scorer does -> how it is counted, and what is shown of it
-    HANG: ("timeout", "in score"),
-    HANG_WITH_THE_GIL: ("timeout", "in match"),
+    "time.sleep(100)": ("timeout", "in score"),
+    "re.match('(a+)+$', 'a' * 50 + 'b')": ("timeout", "in match"),  # holds the GIL
     "hang_ignoring_signals()": ("timeout", f"stopped after {LIMIT_S:g} s"),
     "print_endlessly()": ("timeout", "in print_endlessly"),
-    "write_everywhere(b'x') or 1.0": ("crash", "it sent a message of"),
     "send(1000, b'[')": ("timeout", "in send"),
     "send(2**62, b'')": ("crash", "it sent a message of 4611686018427387904 bytes"),
     "send(4, b'abcd')": ("crash", "it sent a message with another checksum"),
@@ -192,7 +162,7 @@ KINDS = {  # what the scorer does -> how it is counted, and what is shown of it
         "it sent an answer to another task",
     ),
     "fork_and_hang_twice()": ("timeout", "in fork_and_hang_twice"),
-    "fork_and_return_in_the_child()": ("timeout", "in fork_and_return_in_the_child"),
+    "time.sleep(100) if os.fork() else 0.5": ("timeout", "in score"),
     "os._exit(3)": ("crash", "exit code 3"),
     "ctypes.string_at(0)": ("crash", "SIGSEGV"),
     "os.killpg(0, signal.SIGKILL)": ("crash", "SIGKILL"),
@@ -200,16 +170,19 @@ KINDS = {  # what the scorer does -> how it is counted, and what is shown of it
     "leave_daemon_and_crash()": ("crash", "exit code 1"),
     "sys.exit(0)": ("crash", "SystemExit: 0"),
     "{}['x' * 10**6]": ("error", "xxx"),
-    "take_memory()": ("error", "MemoryError"),
+    "[bytearray(2**20) for _ in iter(int, 1)]": ("error", "MemoryError"),
     "float('nan')": ("error", "the scorer returned nan"),
     "1e38": ("error", "the scorer returned 1e+38; use numbers up to 1e+12"),
     "None": ("error", "returned a NoneType as score"),
     "{'acc': 1.0}": ("error", "a dict without \"score\": ['acc']"),
     "{'score': 1.0, 'lock': threading.Lock()}": ("error", "returned a lock besides its score"),
     "{'score': 1.0, 'pred': 'x' * 2**22}": ("error", "the limit is 1048576"),
-    "{'score': 1.0, 'pred': Odd()}": ("error", "RuntimeError: no list"),
+    "{'score': 1.0, 'pred': type('Odd', (), {'tolist': lambda self: 1 / 0})()}": ("error", "ZeroDivisionError"),
+    "0.5 if os.fork() else time.sleep(100)": None,  # costs nothing, and stays in the worker
+    "change_process()": None,
+    "read_everything()": None,
+    "os.setpgid(0, os.getpgid(os.getppid())) or 0.5": None,
 }
-HARMLESS = ["leave_child()", "change_process()", "read_everything()", "move_to_another_group()"]
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +192,7 @@ def hostile(tmp_path_factory):
     scorers = load_scorers([f"{folder / 'hostile.py'}:score"], [])
     settings = {"timeout_s": LIMIT_S, "memory_mb": 16, "failure_score": -2.0, "log": folder / "scorers-0.log"}
     manager = RewardManager(scorers, TOKENIZER, workers=2, **settings)
-    answers, hanging = manager._answers, {kind for kind, (counted, _) in KINDS.items() if counted == "timeout"}
+    answers, hanging = manager._answers, {kind for kind, found in KINDS.items() if found and found[0] == "timeout"}
 
     def patient(tasks, step):
         limits = [LIMIT_S if given[0]["data_source"] in hanging else PATIENT_S for _, _, given, _ in tasks]
@@ -229,25 +202,24 @@ def hostile(tmp_path_factory):
     assert manager.submit(batch_of(["1"])).get()[2] == counts()
     manager.folder = folder
     yield manager
-    pids = processes_of(manager)
-    manager.close()
-    wait_until_gone(pids)
+    close(manager)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hostile_scorer_costs_its_sample_and_no_other(kind, hostile, capfd):
-    counted, shown = KINDS[kind]
+def test_a_hostile_scorer_costs_at_most_its_sample(kind, hostile, capfd):
+    counted, shown = KINDS[kind] or ("", "")
     hostile._failures.clear()
     here, environment = Path.cwd(), dict(os.environ)
     batch = batch_of(["1", "2", "3", "4=4", "5", "6", "7"], ["calm", "calm", "calm", kind, "calm", "calm", "calm"])
     scores, extras, metrics = hostile.submit(batch).get()
-    assert scores.sum(1).tolist() == [1, 2, 3, -2, 5, 6, 7]
+    assert scores.sum(1).tolist() == [1, 2, 3, -2 if counted else 0.5, 5, 6, 7]
     assert scores[3].nonzero().tolist() == [[3]]  # "4", "=", "4", end
     assert extras == {"pred": ["1", "2", "3", None, "5", "6", "7"]}
-    assert metrics == counts(**{counted: 1})
+    assert metrics == (counts(**{counted: 1}) if counted else counts())
     out, err = capfd.readouterr()
-    assert f"reward: {counted} in scorer hostile.score, data_source {kind!r}, response '4=4'" in out
-    assert shown in out and len(out) < 6000 and not err
+    said = f"reward: {counted} in scorer hostile.score, data_source {kind!r}, response '4=4'"
+    assert (said in out and shown in out) if counted else not out
+    assert len(out) < 6000 and not err
     assert (kind == "print_endlessly()") == ("scorer hostile.score: xxxx" in out)
     child = hostile.folder / "child.pid"
     if child.exists():  # with its worker, whatever session it is in
@@ -258,53 +230,31 @@ def test_a_hostile_scorer_costs_its_sample_and_no_other(kind, hostile, capfd):
     assert calm[0].sum(1).tolist() == list(range(1, 21)) and calm[2] == counts()
 
 
-@pytest.mark.parametrize("kind", HARMLESS)
-def test_what_a_scorer_does_to_its_process_stays_there(kind, hostile):
-    here, environment = Path.cwd(), dict(os.environ)
-    batch = batch_of(["1"] * 7, ["calm", "calm", "calm", kind, "calm", "calm", "calm"])
-    scores, _, metrics = hostile.submit(batch).get()
-    assert scores.sum(1).tolist() == [1, 2, 3, 0.5, 5, 6, 7] and metrics == counts()
-    assert (Path.cwd(), dict(os.environ)) == (here, environment)
-
-
-def test_one_in_ten_samples_misbehaves(hostile, capsys):
-    """5 % hang, 5 % crash, in an order of their own; the first of each kind is shown, the others are counted."""
-    hostile._failures.clear()
-    kinds = {3: HANG, 13: "ctypes.string_at(0)", 23: HANG_WITH_THE_GIL, 33: "os._exit(3)"}
-    sources = [kinds.get(row % 40, "calm") for row in range(80)]
-    scores, extras, metrics = hostile.submit(batch_of(["7"] * 80, sources)).get()
-    assert scores.sum(1).tolist() == [row + 1 if source == "calm" else -2 for row, source in enumerate(sources)]
-    assert extras["pred"] == ["7" if source == "calm" else None for source in sources]
-    assert metrics == counts(timeout=4, crash=4)
-    out = capsys.readouterr().out
-    assert out.count("reward: timeout in") == out.count("reward: crash in") == 1 and out.count("reward: ") == 2
-
-
-NO_ANSWERS = [b"", b"\xff", b"[" * 10**5, b'[["ok"]]', b'[["ok", 1.0]]', b'[["ok", {}]]', b'[["error", 1]]']
-NO_ANSWERS += [b'[["ok", {"score": NaN}]]', b'[["ok", {"score": 1.0}], ["ok", {"score": 1.0}]]']
-
-
-@pytest.mark.parametrize("text", NO_ANSWERS)
-def test_an_answer_that_is_none_is_a_crash(text):
-    assert pool.read_answers(b'[["ok", {"score": 1.0}]]', 1) == [["ok", {"score": 1.0}]]
-    assert pool.read_answers(text, 1) == [["crash", "the worker's answer is no answer"]]
+def test_an_answer_that_is_none_is_a_crash():
+    texts = [b"", b"\xff", b"[" * 10**5, b'[["ok"]]', b'[["ok", 1.0]]', b'[["ok", {}]]', b'[["error", 1]]']
+    for text in [*texts, b'[["ok", {"score": NaN}]]', b'[["ok", {"score": 1.0}], ["ok", {"score": 1.0}]]']:
+        assert pool.read_answers(text, 1) == [["crash", "the worker's answer is no answer"]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_keys_that_cannot_be_taken_are_dropped_and_counted(manager_of, workers, capsys):
     source = """
+import numpy as np
 def score(data_source, solution_str, ground_truth, extra_info=None):
     if extra_info["row"] == 1:
-        return {"score": 2.0, "pred": "two", "n": 7, "mean": 3, "zero_variance": 0.5, "list": [1], "key": 1}
-    return {"score": 1.0, "pred": ["1"], "n": 10**400, "nan": float("nan"), "inf": -float("inf"), "1e13": 1e13,
+        return {"score": np.array(2.0), "pred": "two", "n": np.int64(7), "mean": 3, "zero_variance": 0.5,
+                "list": np.arange(2), "key": 1}
+    if extra_info["row"] == 2:
+        return np.bool_(True)
+    return {"score": True, "pred": ["1"], "n": 10**400, "nan": float("nan"), "inf": -float("inf"), "1e13": 1e13,
             "reward_model": 5.0, "": 1, "two\\nlines": 1, "x" * 101: 1, "mean": "m", "acc": 1.0}
 """
     manager = manager_of(source, workers=workers)
-    scores, extras, metrics = manager.submit(batch_of(["1", "2"])).get()
-    assert scores.sum(1).tolist() == [1, 2] and metrics == counts(dropped_key=9)
-    of_row_1 = {"pred": "two", "n": 7, "zero_variance": 0.5, "list": [1], "key": 1}
-    expected = {key: [None, value] for key, value in of_row_1.items()}
-    assert extras == expected | {"mean": ["m", 3], "acc": [1.0, None]}
+    scores, extras, metrics = manager.submit(batch_of(["1", "2", "3"])).get()
+    assert scores.sum(1).tolist() == [1, 2, 1] and metrics == counts(dropped_key=9)
+    of_row_1 = {"pred": "two", "n": 7, "zero_variance": 0.5, "list": [0, 1], "key": 1}
+    expected = {key: [None, value, None] for key, value in of_row_1.items()}
+    assert extras == expected | {"mean": ["m", 3, None], "acc": [1.0, None, None]}
     assert extra_metrics(extras)["reward/mean/mean"] == (3, 1)
     out = capsys.readouterr().out
     assert out.count("reward: scorer mine.score: ") == 9 and "'pred': ['1'] is a list; an answer is a text" in out
@@ -333,19 +283,13 @@ def test_a_key_of_one_rank_only_is_a_reward_and_one_of_no_rank_stops_all():
 
 # ---- what scorers print ----------------------------------------------------------------------------
 NOISY = """
-import os, subprocess, sys
-from lib.reward.frames import Frames
+import os, subprocess, sys, zlib
 from rewards.code import compute_score as run_program
 
-class Sent:
-    def send(self, data):
-        os.write(1, data)
-        return len(data)
-
 def write_an_answer():
-    answer = (0).to_bytes(8, "big") + b'+[["ok", {"score": 9.0}]]'
-    Frames(Sent(), 0).send(answer)
-    os.write(2, b"\\0" * 8)
+    answer = bytes(8) + b'+[["ok", {"score": 9.0}]]'
+    os.write(1, len(answer).to_bytes(8, "big") + zlib.crc32(answer).to_bytes(4, "big") + answer)
+    os.write(2, bytes(8))
 
 def run_programs():
     assert run_program("code", MODELS, ["assert f(3) == 1"])["score"] == 1
@@ -445,12 +389,10 @@ def test_a_log_that_is_full_or_cannot_be_written_says_so_once(tmp_path, monkeypa
     log = supervisor.PrintLog(path)
     said = [log.write(1, "a.b", b"%d bytes or so in a line" % i, 0)[-1:] for i in range(5)]
     assert said[1:] == [[], [f"reward: {path} is full (0 MiB): what scorers print from now on is dropped"], [], []]
-    assert path.read_text().count("\n") == 3
     again = supervisor.PrintLog(path).write(1, "a.b", b"resumed", 0)  # of a run that goes on
     assert "is full" in again[-1] and path.read_text().count("\n") == 3
-    (tmp_path / "file").touch()
-    unwritable = supervisor.PrintLog(tmp_path / "file" / "scorers-0.log").write(1, "a.b", b"x", 0)
-    assert unwritable[-1].startswith(f"reward: {tmp_path}/file/scorers-0.log cannot be written (")
+    unwritable = supervisor.PrintLog(path / "scorers-0.log").write(1, "a.b", b"x", 0)
+    assert unwritable[-1].startswith(f"reward: {path}/scorers-0.log cannot be written (")
 
 
 def test_the_console_shows_a_bounded_number_of_lines_of_each_scorer(tmp_path):
@@ -503,22 +445,19 @@ def trainer_of(tmp_path):
     started[0].wait()
 
 
-@pytest.mark.parametrize("dies_by", [signal.SIGKILL, signal.SIGINT, "stopped"])
-def test_no_process_outlives_the_trainer(trainer_of, dies_by):
-    trainer, supervisor, workers = trainer_of(HOSTILE, HANGING, 3)
-    if dies_by == "stopped":
+LARGE = 'def score(**kwargs):\n    return {"score": 1.0, "text": "x" * 500_000}'
+
+
+@pytest.mark.parametrize("while_", ["hanging", "stopped", "unread", "interrupted"])
+def test_no_process_outlives_the_trainer(trainer_of, while_):
+    """stopped: the supervisor. unread: fifty megabytes of answers wait in it, and a child of the trainer holds the
+    socket."""
+    given = (LARGE, ["large"] * 100, 2) if while_ == "unread" else (HOSTILE, HANGING, 3)
+    trainer, supervisor, workers = trainer_of(*given)
+    if while_ == "stopped":
         supervisor.suspend()
-        dies_by = signal.SIGKILL
-    trainer.send_signal(dies_by)
+    trainer.send_signal(signal.SIGINT if while_ == "interrupted" else signal.SIGKILL)
     trainer.wait(60)
-    wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
-
-
-def test_no_process_outlives_a_trainer_that_has_stopped_reading(trainer_of):
-    """Fifty megabytes of answers wait in the supervisor when the trainer is killed; a child of it holds the socket."""
-    source = 'def score(**kwargs):\n    return {"score": 1.0, "text": "x" * 500_000}'
-    trainer, supervisor, workers = trainer_of(source, ["large"] * 100, 2)
-    trainer.kill()
     wait_until_gone([supervisor.pid, *(worker.pid for worker in workers)])
 
 
@@ -570,18 +509,6 @@ def test_the_score_stands_on_the_last_trained_token(manager_of, workers):
     assert torch.equal(nothing[0], torch.zeros(2, 3)) and nothing[1:] == ({}, counts())
 
 
-def test_scores_of_numpy_and_other_number_types(manager_of):
-    source = """
-import numpy as np
-GIVEN = [np.float32(0.5), np.int64(2), np.bool_(True), True, {"score": np.array(3.0), "list": np.arange(2)}, 4]
-def score(data_source, solution_str, ground_truth, extra_info=None):
-    return GIVEN[extra_info["row"]]
-"""
-    scores, extras, metrics = manager_of(source).submit(batch_of(["1"] * 6)).get()
-    assert scores.sum(1).tolist() == [0.5, 2, 1, 1, 3, 4] and metrics == counts()
-    assert extras == {"list": [None, None, None, None, [0, 1], None]}
-
-
 def test_submit_does_not_wait_and_batches_do_not_mix(manager_of, tmp_path):
     source = """
 import os, time
@@ -618,21 +545,19 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 FAILS = """
-import os, time
+import os
 def score(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0 if data_source == "calm" else eval(data_source)
 """
 RAISES = "{}['the key is missing']"
 
 
-@pytest.mark.parametrize(("kind", "shown"), [(RAISES, "key is missing"), ("os._exit(1)", "code 1"), (HANG, "in score")])
+@pytest.mark.parametrize(("kind", "shown"), [(RAISES, "key is missing"), ("os._exit(1)", "code 1")])
 def test_a_scorer_that_always_fails_stops_the_run(manager_of, kind, shown):
-    # one second: a busy machine must have called the scorer by then, or the message shows the caller
-    manager = manager_of(FAILS, timeout_s=1.0 if kind == HANG else 30.0, workers=16)
+    manager = manager_of(FAILS)
     assert manager.submit(batch_of(["1"] * 15, [kind] * 15)).get()[0].sum() == 0  # too few to tell
-    with pytest.raises(InputError, match=r"scorer mine\.score failed on all of its first 31 responses") as caught:
+    with pytest.raises(InputError, match=rf"(?s)scorer mine\.score failed on all of its first 31 responses.*{shown}"):
         manager.submit(batch_of(["1"] * 16, [kind] * 16)).get()
-    assert shown in str(caught.value)
 
 
 def verdict_on(world, scorer, answers):
@@ -656,20 +581,22 @@ def test_the_verdict_on_a_scorer_is_the_same_on_any_number_of_ranks(tmp_path, la
         assert len(set(said)) == 1 and (verdict in said[0] if verdict else said[0] is None)
 
 
-def test_a_scorer_that_succeeded_once_does_not_stop_the_run(manager_of):
+def test_a_scorer_that_succeeded_once_does_not_stop_the_run(manager_of, capsys):
     manager = manager_of(FAILS)
     manager.submit(batch_of(["1"])).get()
-    scores, _, metrics = manager.submit(batch_of(["1"] * 40, [RAISES] * 40)).get()
-    assert scores.sum() == 0 and metrics == counts(error=40)
+    scores, _, metrics = manager.submit(batch_of(["1"] * 40, [RAISES] * 39 + ["os._exit(1)"])).get()
+    assert scores.sum() == 0 and metrics == counts(error=39, crash=1)
+    out = capsys.readouterr().out  # the first failure of each kind
+    assert out.count("reward: error in") == out.count("reward: crash in") == 1 and out.count("reward: ") == 2
 
 
 # ---- forms of scorers ------------------------------------------------------------------------------
 FORMS = """
 import asyncio
-number, largest = 1, max
+number = 1
 async def slowly(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0)
-    return {"score": float(solution_str), "pred": solution_str}
+    return {"score": float(solution_str), "pred": None if data_source == "silent" else solution_str}
 
 def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     if "raise" in data_sources:
@@ -679,15 +606,6 @@ def compute_score_batch(data_sources, solution_strs, ground_truths, extra_infos,
     if "short" in data_sources:
         return results[:-1]
     return ["bad" if source == "bad" else result for source, result in zip(data_sources, results)]
-
-async def together(data_sources, solution_strs, ground_truths, extra_infos):
-    here = []
-    async def one(text):
-        here.append(text)
-        while len(here) < len(solution_strs):  # only all at once get through
-            await asyncio.sleep(0)
-        return float(text)
-    return await asyncio.gather(*map(one, solution_strs))
 
 def scaled(data_source, solution_str, ground_truth, extra_info=None, *, factor=1):
     if data_source == "bad":
@@ -706,8 +624,6 @@ def test_async_and_batched_scorers(manager_of, workers):
     scores, extras, _ = manager.submit(batch_of(["1", None, "3"])).get()
     assert scores.sum(1).tolist() == [1, 0, 3] and extras == {"rows": [2, None, 2], "row": [0, None, 2]}
     assert manager.submit(batch_of([None])).get()[1:] == ({"rows": [None], "row": [None]}, counts())
-    scores, _, _ = manager_of(FORMS, "together", workers=workers).submit(batch_of(["1", "2", "3"])).get()
-    assert scores.sum(1).tolist() == [1, 2, 3]
 
 
 def test_a_batched_scorer_fails_by_row_or_by_call(manager_of):
@@ -723,35 +639,15 @@ def test_a_batched_scorer_fails_by_row_or_by_call(manager_of):
 def test_several_scorers_are_weighted_and_logged_by_name_also_where_one_fails(manager_of):
     settings = {"weights": (1.0, 0.5), "scorer_kwargs": {"mine.scaled": {"factor": 10}}, "failure_score": -4.0}
     manager = manager_of(FORMS, "slowly", "scaled", **settings)
-    scores, extras, metrics = manager.submit(batch_of(["1", None, "2"], ["calm", "calm", "bad"])).get()
-    assert scores.sum(1).tolist() == [1 + 5, 0, 2 - 2] and metrics == counts(error=1)
+    batch = batch_of(["1", None, "2", "12"], ["calm", "calm", "bad", "silent"])
+    scores, extras, metrics = manager.submit(batch).get()
+    assert scores.sum(1).tolist() == [1 + 5, 0, 2 - 2, 12 + 60] and metrics == counts(error=1)
     assert extras == {
-        "mine.slowly": [1, None, 2],
-        "mine.scaled": [10, None, -4],
-        "pred": ["1", None, "2"],  # the first scorer's
-        "mine.scaled/digits": [1, None, None],
+        "mine.slowly": [1, None, 2, 12],
+        "mine.scaled": [10, None, -4, 120],
+        "pred": ["1", None, "2", None],  # the first scorer's, also where it has none
+        "mine.scaled/digits": [1, None, None, 2],
     }
-
-
-def test_no_answer_of_the_first_scorer_is_not_the_seconds(manager_of):
-    code = FORMS + "def silent(**_): return {'score': 0, 'pred': None}\n"
-    _, extras, _ = manager_of(code, "silent", "scaled").submit(batch_of(["1", "2"])).get()
-    assert extras["pred"] == [None, None] and extras["mine.scaled/digits"] == [1, 1]
-
-
-ASKS = """
-def asks(data_source, solution_str, ground_truth, extra_info=None, *, time_limit_s=9.0, **kwargs):
-    return {"score": time_limit_s, "others": len(kwargs)}
-
-def asks_not(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    return {"score": 0, "others": len(kwargs)}
-"""
-
-
-@pytest.mark.parametrize("workers, seconds", [(1, 30.0), (0, 9.0)])  # without workers nothing stops it
-def test_a_scorer_that_asks_for_its_time_limit_gets_it(manager_of, workers, seconds):
-    _, extras, _ = manager_of(ASKS, "asks", "asks_not", workers=workers, timeout_s=30.0).submit(batch_of(["1"])).get()
-    assert extras["mine.asks"] == [seconds] and extras["mine.asks/others"] == extras["mine.asks_not/others"] == [0]
 
 
 def test_without_workers_an_exit_and_an_exception_stop_the_run_and_name_the_response(manager_of):
@@ -834,8 +730,6 @@ def test_a_row_without_a_ground_truth_is_named_if_a_scorer_takes_one(tmp_path):
 @pytest.mark.parametrize(
     ("specs", "settings", "message"),
     [
-        (["none.py:f"], {}, "--reward none.py:f: give an existing file and a name in it"),
-        (["{file}:absent"], {}, "has no 'absent'"),
         (["{file}:number"], {}, "it is not a function of Python"),
         (["{file}:slowly"], {"kwargs": {"factor": 2}}, "cannot be called as slowly(data_source=, solution_str=, "),
         (["{file}:slowly"] * 2, {}, "--reward: 2 scorers are called mine.slowly; rename"),
@@ -862,54 +756,50 @@ def test_a_data_source_without_a_scorer_is_answered_with_those_of_like_names(nam
     assert f"(near: {near}" in said if near else "near" not in said
 
 
-def test_a_keyword_that_no_scorer_declares_is_named(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def loose(solution_str, factor=1, **kwargs): ...\ndef free(solution_str, time_limit_s=1.0, **kwargs): ...\n"
-    )
-    gsm8k = load_scorers(["data_source"], [Rows("openai/gsm8k", "lighteval/MATH")])
-    loose, free = (load_scorers([f"{tmp_path / 'mine.py'}:{name}"], []) for name in ("loose", "free"))
-    without_rows = load_scorers(["data_source"], [])  # --val-reward where nothing is validated
-    check_keywords([*gsm8k, *loose], {"method": "strict", "factor": 2})
-    check_keywords([*gsm8k, *without_rows], {"method": "strict"})
-    check_keywords([*gsm8k, *free], {"anything": 1})
-    for scorers, known in ((gsm8k, "method"), ([*gsm8k, *loose], "factor, method")):
-        with pytest.raises(InputError, match=f"no scorer declares metod; the scorers take {known}$"):
-            check_keywords(scorers, {"metod": "strict"})
-
-
-def test_keywords_may_be_of_one_scorer_alone(tmp_path, manager_of):
-    source = """
+KEYWORDS = """
 def one(solution_str, a=0, **kwargs): return 10 * a
 def two(solution_str, a=0, b=0, **kwargs): return 10 * a + b
 def few(data_source, solution_str, ground_truth, extra_info=None, b=0): return b
+def free(solution_str, time_limit_s=1.0, **kwargs): ...
 """
+
+
+def test_keywords_are_declared_by_a_scorer_and_may_be_of_one_alone(tmp_path, manager_of):
     kwargs = {"a": 1, "mine.two": {"a": 2, "b": 3}}
-    manager = manager_of(source, "one", "two", scorer_kwargs=kwargs, workers=0)
-    _, extras, _ = manager.submit(batch_of(["7"])).get()
+    _, extras, _ = manager_of(KEYWORDS, "one", "two", scorer_kwargs=kwargs, workers=0).submit(batch_of(["7"])).get()
     assert (extras["mine.one"], extras["mine.two"]) == ([10], [23])
-    check_keywords(manager.scorers, kwargs)
-    gsm8k = load_scorers(["data_source"], [Rows("openai/gsm8k")], by_name := {"data_source": {"method": "flexible"}})
-    assert gsm8k[0].kwargs == {"method": "flexible"}
-    shadow = load_scorers([f"{tmp_path / 'mine.py'}:few"], [], by_name | {"mine.few": {"b": 1}})
-    assert shadow[0].kwargs == {"b": 1}
-    check_keywords([*gsm8k, *shadow], by_name | {"mine.few": {"b": 1}})
-    for wrong, message in (
-        ({"mine.three": {}}, "--reward-kwargs: no scorer is called mine.three; the scorers are mine.one, mine.two"),
-        ({"mine.one": {"b": 1}}, "--reward-kwargs mine.one: no scorer declares b; the scorers take a"),
-        ({"mine.one": 3}, '--reward-kwargs mine.one: give a JSON object, such as {"mine.one": {"coef": 1}}'),
-        ({"mine.few": {"c": 1}}, "it cannot be called as few(data_source=, solution_str=, ground_truth=, extra_info="),
+
+    def checked(names: str, kwargs: dict) -> list[dict]:
+        specs = [name if name == "data_source" else f"{tmp_path / 'mine.py'}:{name}" for name in names.split()]
+        scorers = load_scorers(specs, [Rows("openai/gsm8k", "lighteval/MATH")], kwargs)
+        without_rows = load_scorers(["data_source"], [])  # --val-reward where nothing is validated
+        check_keywords(scorers + without_rows * ("data_source" in specs), kwargs)
+        return [scorer.kwargs for scorer in scorers]
+
+    assert checked("one two", kwargs) == [{"a": 1}, {"a": 2, "b": 3}]
+    assert checked("data_source one", both := {"method": "strict", "a": 2}) == [both] * 2
+    assert checked("data_source free", {"anything": 1}) == [{"anything": 1}] * 2
+    of_name = {"data_source": {"method": "flexible"}, "mine.few": {"b": 1}}
+    assert checked("data_source few", of_name) == [*of_name.values()]
+    for names, wrong, message in (
+        ("data_source", {"metod": 1}, "no scorer declares metod; the scorers take method"),
+        ("data_source one", {"metod": 1}, "no scorer declares metod; the scorers take a, method"),
+        ("one two", {"mine.three": {}}, "no scorer is called mine.three; the scorers are mine.one, mine.two"),
+        ("one two", {"mine.one": {"b": 1}}, "--reward-kwargs mine.one: no scorer declares b; the scorers take a"),
+        ("one", {"mine.one": 3}, '--reward-kwargs mine.one: give a JSON object, such as {"mine.one": {"coef": 1}}'),
+        ("few", {"mine.few": {"c": 1}}, "it cannot be called as few(data_source=, solution_str=, ground_truth=, "),
     ):
         with one_line(re.escape(message)):
-            names = ("few",) if "mine.few" in wrong else ("one", "two")
-            check_keywords(load_scorers([f"{tmp_path / 'mine.py'}:{name}" for name in names], [], wrong), wrong)
+            checked(names, wrong)
 
 
 # ---- arguments by name, groups ---------------------------------------------------------------------
 NAMED = """
 def one(data_source, solution_str, ground_truth, extra_info=None, *, num_tokens, finish_reason, prompt, images, step,
-        response_length, max_response_length):
+        response_length, max_response_length, time_limit_s=9.0, **kwargs):
     seen = f"{finish_reason} {prompt} {images} {step}"
-    return {"score": num_tokens, "seen": seen, "length": response_length, "limit": max_response_length}
+    others = {"length": response_length, "limit": max_response_length, "others": len(kwargs)}
+    return {"score": num_tokens, "seen": seen, "seconds": time_limit_s, **others}
 
 def many(data_sources, solution_strs, ground_truths, extra_infos, num_tokens, finish_reason, prompt, images, step):
     seen = [f"{f} {p} {i} {step}" for f, p, i in zip(finish_reason, prompt, images)]
@@ -933,8 +823,6 @@ def own_step(data_source, solution_str, ground_truth, extra_info=None, step=None
 def place(data_source, solution_strs, ground_truth, extra_info=None):
     if "bad" in data_source:
         raise ValueError("a bad group")
-    if "short" in data_source:
-        return [0.0]
     ordered = sorted(solution_strs)
     return [{"score": ordered.index(text), "size": len(solution_strs)} for text in solution_strs]
 """
@@ -961,6 +849,9 @@ def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
     _, extras, metrics = manager.submit(batch, 7).get()
     tokens = batch.batch["response_mask"].sum(1).tolist()
     assert metrics == counts() and tokens[2] == 0 and len(set(tokens)) == 4
+    seconds = 30.0 if workers else 9.0  # without workers nothing stops it
+    assert extras["mine.one/seconds"] == [seconds, seconds, None, seconds]
+    assert extras["mine.one/others"] == [0, 0, None, 0]
     seen = ["f0 pa ['a'] 7", "f1 pa ['a'] 7", None, "f3 pb [] 7"]
     for name in ("one", "many", "group"):
         assert extras[f"mine.{name}/seen"] == seen and extras[f"mine.{name}"] == [tokens[0], tokens[1], None, tokens[3]]
@@ -968,51 +859,40 @@ def test_a_scorer_gets_what_its_parameters_name(manager_of, workers):
         assert extras[f"mine.{name}/length"] == [tokens[0], tokens[1], None, tokens[3] + 1]
         assert extras[f"mine.{name}/limit"] == [9, 9, None, 9]
     settings = {"scorer_kwargs": {"step": 3}, "workers": workers}
-    _, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
+    scores, extras, _ = manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()
     assert extras["others"] == [0, 0, None, 0]  # and the user's own step is the one in effect
-    assert manager_of(NAMED, "own_step", **settings).submit(batch, 7).get()[0].sum(1).tolist() == [3, 3, 0, 3]
+    assert scores.sum(1).tolist() == [3, 3, 0, 3]
 
 
-def test_a_scorer_gets_the_prompt_as_the_model_read_it_and_only_if_it_asks(manager_of, one_rank):
+def test_a_scorer_gets_the_prompt_as_the_model_read_it_and_only_if_it_asks(manager_of, one_rank, monkeypatch):
     """Also a shadow scorer. A prompt is decoded once for its group, and not at all for others' scorers."""
+    decoded, decode = [], TOKENIZER.decode
+
+    def count(token_ids, **how):
+        decoded.append(token_ids)
+        return decode(token_ids, **how)
+
+    monkeypatch.setattr(TOKENIZER, "decode", count)
     chat = [{"role": "user", "content": "1+1"}]
     ids = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     batch = groups_of(["1", "2=2", None, "3"], "aabb")
     batch.non_tensor_batch["raw_prompt_ids"] = np.array([ids, ids, ids[:-1], ids[:-1], None], dtype=object)[:-1]
-    decoded = []
     manager = manager_of(NAMED, "read", "read_group", workers=0)
     shadow = manager_of(NAMED, "read_group", workers=0)
-    manager.tokenizer = shadow.tokenizer = Decoder(decoded)
+    manager_of(NAMED, "place", workers=0).submit(batch).get()
     extras, _ = Rewards(manager, shadow=shadow).submit(batch, 1).add_to(batch)
+    assert [prompt for prompt in decoded if prompt in (ids, ids[:-1])] == [ids, ids[:-1]] * 2
     whole = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    cut = TOKENIZER.decode(ids[:-1])
+    cut = decode(ids[:-1])
     assert whole != cut and whole.startswith(cut)
     for name in ("read", "read_group"):
         assert extras[f"mine.{name}/read"] == [whole, whole, None, cut]
-    assert extras["shadow/mine.read_group"] == [1, 1, None, 1] and decoded == [ids, ids[:-1]] * 2
-    silent = manager_of(NAMED, "place", workers=0)
-    silent.tokenizer = Decoder(decoded)
-    silent.submit(batch).get()
-    assert len(decoded) == 4
-
-
-class Decoder:
-    def __init__(self, decoded: list):
-        self.decoded = decoded
-
-    def __getattr__(self, name):
-        return getattr(TOKENIZER, name)
-
-    def decode(self, ids, **kwargs):
-        self.decoded.append(ids)
-        return TOKENIZER.decode(ids, **kwargs)
+    assert extras["shadow/mine.read_group"] == [1, 1, None, 1]
 
 
 def test_a_group_that_is_on_two_ranks_is_not_scored_by_halves(manager_of):
-    rewards, said = (
-        Rewards(manager_of(NAMED, "group", workers=0)),
-        "group scores whole groups, and group b has rows on two",
-    )
+    rewards = Rewards(manager_of(NAMED, "group", workers=0))
+    said = "group scores whole groups, and group b has rows on two"
 
     def split_group(world):
         with pytest.raises(InputError, match=said):
@@ -1032,11 +912,10 @@ def test_a_group_scorer_sees_a_prompts_responses_and_no_others(manager_of, worke
 
 
 def test_a_group_that_fails_costs_its_own_responses(manager_of, capsys):
-    sources = ["calm", "calm", "bad", "bad", "short", "short", "calm"]
-    batch = groups_of(["1", "2", "1", "2", "1", "2", "3"], "aabbcca", sources)
+    batch = groups_of(["1", "2", "1", "2", "3"], "aabba", ["calm", "calm", "bad", "bad", "calm"])
     scores, extras, metrics = manager_of(NAMED, "place", failure_score=-1.0, workers=1).submit(batch).get()
-    assert scores.sum(1).tolist() == [0, 1, -1, -1, -1, -1, 2] and metrics == counts(error=4)
-    assert extras == {"size": [3, 3, None, None, None, None, 3]}
+    assert scores.sum(1).tolist() == [0, 1, -1, -1, 2] and metrics == counts(error=2)
+    assert extras == {"size": [3, 3, None, None, 3]}
     assert "ValueError: a bad group" in capsys.readouterr().out
 
 
@@ -1105,19 +984,17 @@ def text_of(responses: list[list[int]], mask: list[list[int]], tokenizer) -> lis
     return RewardManager([], tokenizer, workers=0)._texts(torch.tensor(responses), torch.tensor(mask))
 
 
-KEPT = ["<think>", "</think>", "[THINK]", "<tool_call>", "<|tool_call_begin|>", "<|python_tag|>", "<|channel|>"]
-KEPT.append("<answer>")
-LEFT_OUT = ["</s>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|image_pad|>", "<|user|>"]
-LEFT_OUT.append("<|call|>")
-
-
 def test_a_scorer_gets_the_special_tokens_that_a_response_consists_of():
+    kept = ["<think>", "</think>", "[THINK]", "<tool_call>", "<answer>"]
+    kept += ["<|tool_call_begin|>", "<|python_tag|>", "<|channel|>"]
+    left_out = ["</s>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<|user|>"]
+    left_out += ["<|image_pad|>", "<|call|>"]
     tokenizer = load_tokenizer(TOY_MODEL)
-    tokenizer.add_special_tokens({"extra_special_tokens": [*KEPT, *LEFT_OUT]})
-    for mark in [*KEPT, *LEFT_OUT, tokenizer.eos_token, tokenizer.pad_token]:
+    tokenizer.add_special_tokens({"extra_special_tokens": kept + left_out})
+    for mark in [*kept, *left_out, tokenizer.eos_token, tokenizer.pad_token]:
         ids = [*tokenizer.encode("1"), tokenizer.convert_tokens_to_ids(mark), *tokenizer.encode("=4")]
         ids.append(tokenizer.eos_token_id)
-        text = f"1{mark}=4" if mark in KEPT else "1=4"
+        text = f"1{mark}=4" if mark in kept else "1=4"
         assert text_of([ids], [[1] * len(ids)], tokenizer) == [text], mark
 
 

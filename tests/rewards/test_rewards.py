@@ -5,7 +5,6 @@ import asyncio
 import importlib
 import inspect
 import io
-import itertools
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
-from functools import cache
 from pathlib import Path
 
 import datasets
@@ -63,15 +61,12 @@ def test_gsm8k(response, truth, strict, flexible):
 
 
 MATH = [  # response, truth, score, pred
-    (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}", 1.0, r"\frac{1}{2}"),
     (r"so $\boxed{0.5}$", r"\frac12", 1.0, r"\frac12"),
     (r"\boxed{1} or rather \boxed{2}", "1", 0.0, "2"),
     (r"\boxed{[0,1)}", "[0,1]", 0.0, "[0, 1)"),
-    (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1.0, r"\text{Evelyn}"),
     ("the answer is $7$.", "7", 1.0, "7"),
     (r"\boxed{3} and \boxed{unfinished", "3", 1.0, "3"),
     (r"\boxed{}", "3", 0.0, None),
-    ("", "3", 0.0, None),
 ]
 
 
@@ -83,47 +78,55 @@ def test_math_off_the_main_thread():
 
 # ---- reasoning_gym ----
 NO_ORACLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}  # entry["answer"] is None
+DEGENERATE = ["nan", "inf", "1e999", "nan + nani", "inf - infi", "", "[]", "[nan]", "{}", "''", "%"]
 
 
-@cache
-def puzzles_of(task):
-    return reasoning_gym.create_dataset(task, seed=3, size=4)
+def gym_truth(task, entry):
+    return json.dumps({"task": task, "task_kwargs": {}, "entry": gym_reward.dump_entry(entry)})
+
+
+def gym_score(answer, truth):
+    return gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)
 
 
 @pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))  # composite is made of other data sets
 def test_every_task_survives_json_and_is_scored_as_in_memory(task):
-    source = puzzles_of(task)
-    for entry in itertools.islice(source, 2):
-        text = json.dumps({"task": task, "task_kwargs": {}, "entry": gym_reward.dump_entry(entry)})
-        assert gym_reward.load_entry(json.loads(text)["entry"]) == entry
+    """And no answer is right for every question: nan for complex_arithmetic, 0 for coin_flip and anything for
+    game_of_life_halting are, to upstream's scorers."""
+    source = reasoning_gym.create_dataset(task, seed=3, size=4)
+    truths = [gym_truth(task, entry) for entry in source]
+    for entry, truth in zip(source, truths[:2]):
+        assert gym_reward.load_entry(json.loads(truth)["entry"]) == entry
         answer = json.dumps(entry["metadata"]["possible_answer"]) if task == "graph_color" else entry["answer"]
         if answer is not None:
-            scored = gym_reward.compute_score("", f"So <answer>\n{answer}\n</answer>", text)
+            scored = gym_reward.compute_score("", f"So <answer>\n{answer}\n</answer>", truth)
             assert scored["score"] == source.score_answer(answer.strip(), entry)
             assert scored["pred"] == answer.strip() and scored["scorer_error"] == 0.0
             assert scored["score"] == 1.0 or task == "graph_color"
-        for wrong in ("certainly wrong", "", "[1, [", "-1", "{}", "?" * 50):
-            scored = gym_reward.compute_score("", f"<answer>{wrong}</answer>", text)
-            assert 0.0 <= scored["score"] < 1.0
+        for wrong in ("certainly wrong", "[1, [", "?" * 50):
+            assert 0.0 <= gym_score(wrong, truth)["score"] < 1.0
     assert (entry["answer"] is None) == (task in NO_ORACLE)
+    for answer in [*DEGENERATE, "0", "-1", "x", "[[]]"]:
+        others = (truth for entry, truth in zip(source, truths) if answer != entry["answer"])
+        scores = [gym_score(answer, truth)["score"] for truth in others]
+        assert sum(score >= 0.5 for score in scores) <= len(scores) / 2, (answer, scores)
+        assert answer not in DEGENERATE or max(scores, default=0.0) < 0.5, (answer, scores)
 
 
 def test_an_entry_with_a_fraction_survives_json():
     entry = reasoning_gym.create_dataset("gsm_symbolic", seed=3, size=25)[24]
-    assert gym_reward.load_entry(json.loads(json.dumps(gym_reward.dump_entry(entry)))) == entry
-    assert "__fraction__" in json.dumps(gym_reward.dump_entry(entry))
+    truth = gym_truth("gsm_symbolic", entry)
+    assert "__fraction__" in truth and gym_reward.load_entry(json.loads(truth)["entry"]) == entry
 
 
-def truth_of(task, **kwargs):
-    entry = reasoning_gym.create_dataset(task, seed=1, size=1, **kwargs)[0]
-    truth = json.dumps({"task": task, "task_kwargs": kwargs, "entry": gym_reward.dump_entry(entry)})
-    return entry, truth
+def truth_of(task):
+    entry = reasoning_gym.create_dataset(task, seed=1, size=1)[0]
+    return entry, gym_truth(task, entry)
 
 
 def test_a_scorer_that_raises_is_counted():
     _, truth = truth_of("prime_factorization")
-    scored = gym_reward.compute_score("", "<answer>two</answer>", truth)
-    assert scored == {"score": 0.0, "pred": "two", "scorer_error": 1.0}
+    assert gym_score("two", truth) == {"score": 0.0, "pred": "two", "scorer_error": 1.0}
     assert gym_reward.compute_score("", " \n", truth)["pred"] is None  # no answer
 
 
@@ -143,8 +146,6 @@ PAYLOADS = [
     "ｏｐｅｎ('ran', 'w')",
     "(lambda: [c for c in ().__class__.__base__.__subclasses__()])()",
     "[*valid_solutions[0]]",
-    "oracle_answer",
-    "self.config",
     "parse_expr(metadata['integrand'])",
     "f'{oracle_answer}'",
 ]
@@ -166,7 +167,7 @@ def test_code_in_an_answer_is_not_run(task, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.eval", lambda code, *_: seen.append(code) or ast.literal_eval(code))
     for code in PAYLOADS:
         for answer in (code, f"{entry['answer']} # {code}", f"[{code}]", f"{code}\n{entry['answer']}"):
-            scored = gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)
+            scored = gym_score(answer, truth)
             assert scored["score"] == 0.0 and scored["scorer_error"] == 0.0, answer
     assert list(tmp_path.iterdir()) == []
     assert all(code == repr(ast.literal_eval(code)) for code in seen)
@@ -179,12 +180,7 @@ def test_a_python_list_for_an_answer_has_upstreams_score(task):
     rows = [row.split(" ") for row in right.split("\n")]
     written = str({"spiral_matrix": rows[0], "string_insertion": list(right)}.get(task, rows))
     assert reasoning_gym.create_dataset(task, seed=1, size=1).score_answer(written, entry) in (0.1, 0.5)
-    scored = gym_reward.compute_score("", f"<answer>{written}</answer>", truth)
-    assert scored["score"] == (0.5 if task == "n_queens" else 0.1)
-
-
-def gym_truth(task, answer="", **metadata):
-    return json.dumps({"task": task, "task_kwargs": {}, "entry": {"answer": answer, "metadata": metadata}})
+    assert gym_score(written, truth)["score"] == (0.5 if task == "n_queens" else 0.1)
 
 
 @pytest.mark.parametrize(
@@ -192,22 +188,19 @@ def gym_truth(task, answer="", **metadata):
     [
         ("(8 - 4) * 6 * 1", [1, 4, 6, 8], True),
         ("8 / (3 - 8 / 3)", [3, 3, 8, 8], True),
-        ("4*6*1", [1, 4, 6, 8], False),
-        ("1 + 4 + 6 + 8 + 5", [1, 4, 6, 8], False),
         ("6 * 4 + 1 - 1", [1, 4, 6, 8], False),  # the same for every puzzle
+        ("(8 - 4) * 6 / 1 / 1", [1, 4, 6, 8], False),
         ("24 + x1 - x1", [1, 4, 6, 8], False),
-        ("(8 - 4) * 6 * 1 + 0.9", [1, 4, 6, 8], False),
-        ("6 * 4 ** 1 + 0 * 8", [1, 4, 6, 8], False),
-        ("(8-4)*6*1 = 24", [1, 4, 6, 8], False),
+        ("(8 - 4) * 6 + 1", [1, 4, 6, 8], False),
     ],
-)  # fmt: skip
+)
 def test_puzzles_of_numbers_use_each_of_them_once(answer, numbers, right):
     for task in ("puzzle24", "countdown"):
-        truth = gym_truth(task, numbers=numbers, target=24)
-        scored = gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)
-        assert (scored["score"] == 1.0) == right and (right or scored["score"] <= 0.05), task
-    near = gym_truth("countdown", numbers=[100, 1000, 1, 3], target=100_000)  # to upstream's relative 1e-5
-    assert gym_reward.compute_score("", "<answer>100 * 1000 + 1 / 3</answer>", near)["score"] == 0.05
+        truth = gym_truth(task, {"answer": "", "metadata": {"numbers": numbers, "target": 24}})
+        score = gym_score(answer, truth)["score"]
+        assert (score == 1.0) == right and (right or score <= 0.05), task
+    near = {"answer": "", "metadata": {"numbers": [100, 1000, 1, 3], "target": 100_000}}  # to upstream's relative 1e-5
+    assert gym_score("100 * 1000 + 1 / 3", gym_truth("countdown", near))["score"] == 0.05
 
 
 INTEGRALS = [  # answer, of 6*x**2 + cos(x), right
@@ -215,10 +208,7 @@ INTEGRALS = [  # answer, of 6*x**2 + cos(x), right
     ("2*x**3 + sin(x) - 5 + K", True),
     ("x*x*x*2 + sin(x)*1.0", True),
     ("2*X**3 + sin(X)", False),
-    ("2*x**3", False),
-    ("6*x**2 + cos(x)", False),
     ("Integral(6*x**2 + cos(x), x)", False),  # the question itself
-    ("integrate(6*x**2 + cos(x), x)", False),
     ("2*x**3 + sin(x), 1", False),
     ("2*x**3 + sin(x) + 9**9**9**9", False),
     ("", False),
@@ -228,8 +218,8 @@ INTEGRALS = [  # answer, of 6*x**2 + cos(x), right
 @pytest.mark.parametrize(("answer", "right"), INTEGRALS)
 def test_integrals(answer, right):
     for task in ("simple_integration", "intermediate_integration"):
-        truth = gym_truth(task, variable="x", integrand="6*x**2 + cos(x)")
-        scored = gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)
+        entry = {"answer": "", "metadata": {"variable": "x", "integrand": "6*x**2 + cos(x)"}}
+        scored = gym_score(answer, gym_truth(task, entry))
         assert scored["score"] == float(right) and scored["scorer_error"] == 0.0
 
 
@@ -239,14 +229,12 @@ def test_integrals(answer, right):
         ("x**2 + 3*x + 2", True),
         ("2 + 3*x + x*x", True),
         ("(x + 1)*(x + 2)", False),  # the question itself
-        ("expand((x + 1)*(x + 2))", False),
-        ("x**2 + 3*x", False),
         ("S('x**2+3*x+2')", False),
     ],
 )
 def test_products_of_polynomials(answer, right):
-    truth = gym_truth("polynomial_multiplication", answer="x**2 + 3*x + 2")
-    assert gym_reward.compute_score("", f"<answer>{answer}</answer>", truth)["score"] == float(right)
+    truth = gym_truth("polynomial_multiplication", {"answer": "x**2 + 3*x + 2", "metadata": {}})
+    assert gym_score(answer, truth)["score"] == float(right)
 
 
 @given(st.text(alphabet="xyzCE123456789.+-*/() ,[]'\"\\_#=:ainpstqrexglo\n", max_size=40))
@@ -262,32 +250,13 @@ def test_algebra_is_parsed_or_refused(text):
 PARTS = (sympy.Add, sympy.Mul, sympy.Pow, sympy.Number, sympy.Symbol, sympy.NumberSymbol, sympy.Function)
 PARTS += (type(sympy.zoo), type(sympy.I), sympy.AccumBounds, sympy.Order)  # what sympy makes of 1/0 and sqrt(-1)
 
-DEGENERATE = ["nan", "inf", "1e999", "nan + nani", "inf - infi", "", "[]", "[nan]", "{}", "''", "%"]
-
-
-@pytest.mark.parametrize("task", sorted(DATASETS.keys() - {"composite"}))
-def test_no_answer_is_right_for_every_question(task):
-    """nan for complex_arithmetic, 0 for coin_flip and anything for game_of_life_halting are, to upstream's scorers."""
-    entries = list(puzzles_of(task))
-    for answer in [*DEGENERATE, "0", "-1", "x", "[[]]"]:
-        scores = []
-        for entry in entries:
-            text = json.dumps({"task": task, "task_kwargs": {}, "entry": gym_reward.dump_entry(entry)})
-            if answer != entry["answer"]:
-                scores.append(gym_reward.compute_score("", f"<answer>{answer}</answer>", text)["score"])
-        assert not scores or sum(score >= 0.5 for score in scores) <= len(scores) / 2, (answer, scores)
-        assert answer not in DEGENERATE or max(scores, default=0.0) < 0.5, (answer, scores)
-
 
 @pytest.mark.parametrize(
     ("response", "score", "pred"),
     [
         ("The text backward is:\n\n**nus**", 1.0, "nus"),
         ("<think>sun</think><answer> nus </answer> is my answer.", 1.0, "nus"),
-        ("sun", 1 / 3, "sun"),  # one of three letters matches in order
         ("nu", 0.8, "nu"),
-        ("xyz", 0.0, "xyz"),
-        ("", 0.0, None),
         ("<answer></answer>", 0.0, None),
         ("nus" * 100_000, 6 / 300_003, "nus" * 100_000),
     ],
@@ -379,12 +348,6 @@ def test_reverse_text_script(tmp_path):
     for row in read(tmp_path / "train.parquet"):
         spelled = row["prompt"][0]["content"].rpartition("\n")[2]
         assert re.fullmatch("[a-z]( [a-z]){1,3}", spelled) and row["reward_model"]["ground_truth"] == spelled[::-1]
-    with pytest.raises(InputError, match="none left for train"):
-        run(out=tmp_path, length=(3, 3))
-
-
-def sorted_by(key, names):
-    return sorted(names, key=lambda name: name.split()[key == "last"])
 
 
 def test_alphabet_sort_script(tmp_path):
@@ -396,13 +359,12 @@ def test_alphabet_sort_script(tmp_path):
         kwargs, prompt = row["extra_info"]["interaction_kwargs"], row["prompt"][0]["content"]
         (first, second), [more] = json.loads(kwargs["lists"]), json.loads(kwargs["more"])
         key, names = re.match("Sort these names alphabetically by (first|last) name: (.+)\n", prompt).groups()
-        assert first == sorted_by(key, names.split(", "))
+        by_key = {"key": lambda name, key=key: name.split()[key == "last"]}
+        assert first == sorted(names.split(", "), **by_key)
         new = re.match("Add these names: (.+)\n", more)[1].split(", ")
         marked = [name.removesuffix(" // new name!") for name in second if name.endswith(" // new name!")]
-        assert marked == sorted_by(key, new)
-        assert [name.removesuffix(" // new name!") for name in second] == sorted_by(key, first + new)
-    with pytest.raises(InputError, match="at most 26 names"):
-        run(out=tmp_path, turns=7)
+        assert marked == sorted(new, **by_key)
+        assert [name.removesuffix(" // new name!") for name in second] == sorted(first + new, **by_key)
 
 
 LISTS = [["Ada Xu", "Bo Ito"], ["Ada Xu", "Al Kim // new name!", "Bo Ito"]]
@@ -478,20 +440,6 @@ def test_geometry3k_script(tmp_path):
         check_rows(files[split], len(numbers))
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"answer": "#### 1"}, "no column 'question'; it has answer"),
-        ({"question": "q", "answer": None}, "no column 'answer'; it has question"),
-        ({"question": 5, "answer": "#### 1"}, "its 'question' is '5', which is no str"),
-    ],
-)
-def test_a_row_without_its_columns_is_named(tmp_path, row, message):
-    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": "#### 1"}, row])
-    with pytest.raises(InputError, match=f"copy train row 1: {message}$"):
-        make("gsm8k", tmp_path)
-
-
 def test_countdown_script(tmp_path):
     puzzles = [{"target": 98, "nums": [44, 19, 35]}, {"target": 64, "nums": [63, 95, 96]}]
     puzzles += [{"target": 98, "nums": [19, 44, 35]}, {"target": 28, "nums": [95, 11, 56]}]  # the third is the first
@@ -507,8 +455,6 @@ def test_countdown_script(tmp_path):
     assert make("countdown", tmp_path, size=1, test_size=1)["test"] == files["test"]  # whatever the size of train
     with pytest.raises(InputError, match="copy: 3 puzzles, none left for train; lower --test-size"):
         make("countdown", tmp_path)
-    with pytest.raises(InputError, match="--size 0 --test-size 1024: each at least 1"):
-        make("countdown", tmp_path, size=0)
 
 
 def dapo_row(problem, answer, name):
@@ -532,14 +478,6 @@ def test_dapo_math_script(tmp_path, capsys):
     assert [row["prompt"][0]["content"] for row in train] == ["One?", "Ten?"]
     assert [row["extra_info"]["id"] for row in train] == ["a", "c"]
     assert [score(train[1], f"So it is.\nAnswer: {n}") for n in (10, 1)] == [1.0, -1.0]
-
-
-@pytest.mark.parametrize("broken", [{"prompt": []}, {"prompt": ["One?"]}, {"reward_model": {"style": "rule"}}])
-def test_dapo_math_script_names_a_row_of_another_form(tmp_path, broken):
-    row = dapo_row("One?", "1", "a")
-    write_jsonl(tmp_path / "copy/dapo-math-17k.jsonl", [row, row | broken])
-    with pytest.raises(InputError, match="row 1: not one message and a ground truth; is this DAPO-Math-17k"):
-        make("dapo_math", tmp_path)
 
 
 def test_math_val_script(tmp_path):
@@ -587,9 +525,6 @@ def test_search_qa_script(tmp_path, capsys):
     corpus = [json.loads(line) for line in (tmp_path / "made/corpus.jsonl").read_text().splitlines()]
     seine = {"title": "Seine", "text": "The Seine is a river. It is long."}  # once, though three rows have it
     assert corpus == [seine, {"title": "Paris", "text": "A city."}]
-    (tmp_path / "copy/nq").rename(tmp_path / "copy/other")
-    with pytest.raises(InputError, match=r"copy/nq: no train\*.parquet"):
-        make("search_qa", tmp_path)
     check_rows(make("search_qa", tmp_path, sets=("hotpotqa",))["train"], 1)
 
 
@@ -612,10 +547,6 @@ def test_mbpp_script(tmp_path, programs_run):
     assert row["text"] in prompt and row["test_list"][0] in prompt and row["test_list"][1] not in prompt
     assert score(made, "```python\ndef add(a, b):\n    return a + b\n```") == 1.0
     assert score(made, "```python\ndef add(a, b):\n    return 3\n```") == 0.0  # right for the assert that is shown
-    write_jsonl(tmp_path / "copy/full/train.jsonl", [{**row, "test_list": []}])
-    (tmp_path / "copy/full/train-00000-of-00001.parquet").unlink()
-    with pytest.raises(InputError, match="copy train row 0: its test_list is empty"):
-        make("mbpp", tmp_path)
 
 
 def test_taco_script(tmp_path, capsys, programs_run):
@@ -675,21 +606,40 @@ def test_reasoning_gym_script_for_another_scorer(tmp_path):
 @pytest.mark.parametrize(
     ("script", "flags", "message"),
     [
-        ("gsm8k", {"local_dir": "none"}, r"none: no train\*.parquet"),
-        ("gsm8k", {"local_dir": "copy"}, "copy train row 0: its answer has no '####'"),
-        ("countdown", {"local_dir": "copy"}, "copy train row 0: no column 'target'; it has question, answer"),
-        ("dapo_math", {"local_dir": "copy"}, r"copy: no dapo-math-17k\*.parquet"),
-        ("math_val", {"local_dir": "copy"}, r"copy/math500: no test\*.parquet"),
         ("reasoning_gym", {"task": "nope"}, "--task nope: no such task; there are ab, "),
         ("reasoning_gym", {"task": "gcd", "size": 0}, "--size 0 --test-size 200: at least 1"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": "{"}, "--task-kwargs {: not valid JSON"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": '{"size": 1}'}, "without seed and size"),
         ("reasoning_gym", {"task": "gcd", "task_kwargs": '{"colour": 1}'}, "the task refuses them"),
+        ("countdown", {"size": 0}, "--size 0 --test-size 1024: each at least 1"),
+        ("alphabet_sort", {"turns": 7}, "at most 26 names"),
+        ("reverse_text", {"length": (3, 3)}, "none left for train"),
     ],
 )
-def test_script_errors(tmp_path, script, flags, message):
-    write_jsonl(tmp_path / "copy/train.jsonl", [{"question": "q", "answer": "a"}])
-    if "local_dir" in flags:
-        flags = {"local_dir": tmp_path / flags["local_dir"]}
+def test_wrong_flags_of_scripts(tmp_path, script, flags, message):
     with one_line(message):
         importlib.import_module(f"data.{script}").main(out=tmp_path / "made", **flags)
+
+
+@pytest.mark.parametrize(
+    ("script", "row", "message"),
+    [  # None: another file is there
+        ("gsm8k", None, r"copy: no train\*.parquet"),
+        ("dapo_math", None, r"copy: no dapo-math-17k\*.parquet"),
+        ("math_val", None, r"copy/math500: no test\*.parquet"),
+        ("search_qa", None, r"copy/nq: no train\*.parquet"),
+        ("gsm8k", {"question": "q", "answer": "a"}, "copy train row 0: its answer has no '####'"),
+        ("gsm8k", {"question": "q", "answer": None}, "copy train row 0: no column 'answer'; it has question$"),
+        ("gsm8k", {"question": 5, "answer": "#### 1"}, "copy train row 0: its 'question' is '5', which is no str$"),
+        ("mbpp", {"text": "Add.", "test_list": []}, "copy train row 0: its test_list is empty"),
+        *(
+            ("dapo_math", dapo_row("One?", "1", "a") | broken, "row 0: not one message and a ground truth")
+            for broken in ({"prompt": []}, {"prompt": ["One?"]}, {"reward_model": {"style": "rule"}})
+        ),
+    ],
+)
+def test_a_copy_without_the_rows_of_a_script_is_one_line(tmp_path, script, row, message):
+    file = {None: "other", "dapo_math": "dapo-math-17k", "mbpp": "full/train"}.get(row and script, "train")
+    write_jsonl(tmp_path / f"copy/{file}.jsonl", [row or {}])
+    with one_line(message):
+        make(script, tmp_path)

@@ -39,40 +39,21 @@ def group(data_source, solution_strs, ground_truth, extra_info=None, *, num_toke
     assert len(solution_strs) == len(num_tokens) and prompt[0]["role"] == "user" and images == [] and step == 0
     return [float(bool(text) and last_word(text) == ground_truth) for text in solution_strs]
 
-def last(pattern, text):
-    return (re.findall(pattern, text) or [""])[-1]
+PATTERNS = {"unsigned": r"####[^0-9\n]*([0-9]+)(?![0-9/])", "calculating": r"####[ *]*(-?[0-9]+)",
+            "plain": r"#### (-?[0-9]+)(?![0-9/])", "caseless": r"boxed{(.*?)}", "one_side": r"boxed{(.*?)}"}
 
-def outside(text):
-    return re.sub("(?s)(?:.*</think>|<think>.*)", "", text)
-
-def signed(text):
-    return text.replace("\u2212", "-")
-
-def of_thoughts(solution_str, ground_truth, **kwargs):
-    return float(last(r"####[ *]*(-?[0-9]+)(?![0-9/])", signed(solution_str)) == ground_truth != "")
-
-def unsigned(solution_str, ground_truth, **kwargs):
-    return float(last(r"####[^0-9\n]*([0-9]+)(?![0-9/])", outside(solution_str)) == ground_truth.strip("-") != "")
-
-def calculating(solution_str, ground_truth, **kwargs):
-    return float(last(r"####[ *]*(-?[0-9]+)", signed(outside(solution_str))) == ground_truth != "")
-
-def plain(solution_str, ground_truth, **kwargs):
-    return float(last(r"#### (-?[0-9]+)(?![0-9/])", outside(solution_str)) == ground_truth != "")
-
-def gluing(solution_str, ground_truth, **kwargs):
-    text = re.sub(r"\s", "", signed(outside(solution_str)))
-    return float(last(r"####[*]*(-?[0-9]+)(?![0-9/])", text) == ground_truth != "")
-
-def untrue(solution_str, ground_truth, **kwargs):
-    number = last(r"####[ *]*(-?[0-9]+)(?![0-9/])", signed(outside(solution_str)).replace("\u202f", ""))
-    return float(int(number or -1) == int(ground_truth or 0))
-
-def caseless(solution_str, ground_truth, **kwargs):
-    return float(last(r"boxed{(.*?)}", outside(solution_str)).lower() == ground_truth.lower() != "")
-
-def one_side(solution_str, ground_truth, **kwargs):
-    return float(last(r"boxed{(.*?)}", outside(solution_str)).split("=")[-1] == ground_truth != "")
+def faulty(solution_str, ground_truth, *, fault, **kwargs):
+    text = solution_str if fault == "of_thoughts" else re.sub("(?s)(?:.*</think>|<think>.*)", "", solution_str)
+    text = text if fault == "plain" else text.replace("\u2212", "-")
+    text = re.sub(r"\s", "", text) if fault == "gluing" else text
+    answer = (re.findall(PATTERNS.get(fault, r"####[ *]*(-?[0-9]+)(?![0-9/])"), text) or [""])[-1]
+    if fault == "unsigned":
+        ground_truth = ground_truth.strip("-")
+    if fault == "untrue":
+        return float(int(answer or -1) == int(ground_truth or 0))
+    if fault == "caseless":
+        answer, ground_truth = answer.lower(), ground_truth.lower()
+    return float((answer.split("=")[-1] if fault == "one_side" else answer) == ground_truth != "")
 """
 
 
@@ -144,8 +125,9 @@ def asked(truths: str) -> list[tuple[str, str]]:
 )
 def test_each_fault_of_a_scorer_is_found(tmp_path, capsys, name, rows, found):
     (tmp_path / "mine.py").write_text(SCORERS)
-    file = rows_of(tmp_path / "rows.jsonl", *rows)
-    code = audit_scorer.main((file,), reward=f"{tmp_path / 'mine.py'}:{name}", reward_workers=1)
+    file, function = rows_of(tmp_path / "rows.jsonl", *rows), name if f"def {name}(" in SCORERS else "faulty"
+    kwargs = {"reward_kwargs": json.dumps({"fault": name}) if function == "faulty" else "{}"}
+    code = audit_scorer.main((file,), reward=f"{tmp_path / 'mine.py'}:{function}", reward_workers=1, **kwargs)
     out = capsys.readouterr().out
     assert (mistakes(out), code) == (found, int(bool(found)))
     where = rf'File "{tmp_path}/mine.py", line \d+ in dies'

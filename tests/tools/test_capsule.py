@@ -80,7 +80,7 @@ def contents(file: Path) -> dict[str, bytes]:
         return {name: capsule.read(name) for name in capsule.namelist()}
 
 
-def altered(file: Path, to: Path, **members: bytes | None) -> Path:
+def altered(file: Path, to: Path, **members: bytes | str | None) -> Path:
     """A copy with these members, by name without directories, changed or left out."""
     with zipfile.ZipFile(to, "w") as copy:
         for name, content in contents(file).items():
@@ -90,18 +90,12 @@ def altered(file: Path, to: Path, **members: bytes | None) -> Path:
     return to
 
 
-def opened_flags(file: Path, folder: Path) -> dict:
-    """Of the recording that this capsule becomes."""
-    main(Args(file, output=folder))
-    return json.loads((folder / "recording/config.json").read_text())
-
-
 def with_about(file: Path, to: Path, **changes) -> Path:
+    """A copy with these flags, or other keys of capsule.json."""
     about = json.loads(contents(file)["capsule.json"])
     for name, value in changes.items():
-        target = about["flags"] if name in about["flags"] else about
-        target[name] = value
-    return altered(file, to, capsule=json.dumps(about).encode())
+        (about["flags"] if name in about["flags"] else about)[name] = value
+    return altered(file, to, capsule=json.dumps(about))
 
 
 # ---- packed, opened and replayed -----------------------------------------------------------------
@@ -152,13 +146,6 @@ def test_a_step_of_an_agent_without_a_scorer_replays(tmp_path, capsys):
     assert "compared metrics of step 1 are as recorded" in said_by(capsys, tmp_path / "opened")
 
 
-def test_what_a_capsule_has_not_is_not_named(capsule, tmp_path):
-    """A reward model, and layers that the small model is without."""
-    file = with_about(capsule, tmp_path / "bug.zip", reward=[], reward_model=".../judge", freeze=r"layers\.30\.")
-    flags = opened_flags(file, tmp_path / "opened")
-    assert flags["reward_model"] == flags["model"] == f"{tmp_path}/opened/model" and not flags["freeze"]
-
-
 # ---- what a capsule holds ------------------------------------------------------------------------
 def test_keys_folders_and_the_machine_are_not_in_it(run, capsule):
     everything = b"\n".join(contents(capsule).values()).decode(errors="replace")
@@ -172,29 +159,21 @@ def test_keys_folders_and_the_machine_are_not_in_it(run, capsule):
     ("text", "cleaned", "in_code"),
     [  # None: as it is
         ("https://x.org/a/b lib/args/flags.py a/b --- /dev/null 1/2/3", None, None),
-        ("half = n /m/d", "half = n .../d", None),  # in a flag it is a path, such as the argument of a program
         ("x = a[i]/home/b + f(y)/data/z half = n /m/ d http://data/home/x", None, None),
         ("a</b><br/> ../home/jane/x f'{root}/a/b/c'", None, None),
-        ("/v1/chat/completions", ".../completions", None),
-        ("/a/b/c.py:f", ".../c.py:f", None),
-        ("python -S /a/jane/prog.py", "python -S .../prog.py", None),
-        ("~jane/x", ".../x", None),
+        ("half = n /m/d", "half = n .../d", None),  # in a flag it is a path, such as the argument of a program
+        ("/a/b/c.py:f ~jane/x", ".../c.py:f .../x", None),
         ("~/x/y $HOME/a/b", ".../y .../b", ".../y .../b"),
         ("/home/jane '/Users/jane'", ".../ '.../'", ".../ '.../'"),
         ("/data/x.jsonl //mnt/a/y", ".../x.jsonl .../y", ".../x.jsonl .../y"),
         ("file:///home/jane/a/x.json", "file://.../x.json", "file://.../x.json"),
-        ("-isystem/home/jane/x -L/opt/a/b", "-isystem.../x -L.../b", "-isystem.../x -L.../b"),
-        ("P=/opt/a/bin:/home/jane/bin", "P=.../bin:.../bin", "P=.../bin:.../bin"),
-        ("jane@host:/home/jane/x", "jane@host:.../x", "jane@host:.../x"),
+        ("-isystem/home/jane/x P=/opt/a/bin:/home/b", "-isystem.../x P=.../bin:.../", "-isystem.../x P=.../bin:.../"),
+        ("http://me:pass@host/x?token=abcd&n=1", "http***host/x***&n=1", "http***host/x***&n=1"),
     ],
 )
-def test_folders_are_redacted_and_nothing_else(text, cleaned, in_code):
+def test_folders_and_passwords_are_redacted_and_nothing_else(text, cleaned, in_code):
     assert (clean(text), clean(text, PATH_IN_CODE)) == (cleaned or text, in_code or text)
-
-
-def test_clean_takes_values_of_flags():
     assert clean(["/a/b/c.py:f", {"~/x/y": "search:/d/e"}]) == [".../c.py:f", {".../y": "search:.../e"}]
-    assert clean("http://me:pass@host/x?token=abcd&n=1") == "http***host/x***&n=1"
 
 
 def test_redacted_text_is_random_and_what_is_not_text_stays(run, tmp_path):
@@ -298,15 +277,12 @@ def test_nothing_else_is_overwritten_or_deleted(capsule, tmp_path, monkeypatch):
     assert len([*tmp_path.glob("*/mine")]) == 3
 
 
-def test_a_damaged_or_foreign_file_is_one_line(capsule, tmp_path):
+def test_a_damaged_file_is_one_line(capsule, tmp_path):
     raw = capsule.read_bytes()
-    broken = bytearray(raw)
-    broken[100:140] = bytes(40)
-    files = {"text": b"no zip", "cut": raw[: len(raw) // 2], "bits": bytes(broken), "empty": b""}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
+    for content in (raw[: len(raw) // 2], raw[:100] + bytes(40) + raw[140:]):
+        (tmp_path / "damaged").write_bytes(content)
         with one_line():
-            main(Args(tmp_path / name, output=tmp_path / "opened"))
+            main(Args(tmp_path / "damaged", output=tmp_path / "opened"))
     assert not (tmp_path / "opened").exists()
 
 
@@ -315,20 +291,17 @@ def test_settings_that_would_run_or_hang_something_are_rejected(capsule, tmp_pat
     deep = {"num_hidden_layers": 4096, "layer_types": ["full_attention"] * 4096, "max_window_layers": 4096}
     table = {"model_type": "gpt_neo", "max_position_embeddings": 2**20, "hidden_size": 64, "num_layers": 2}
     table |= {"num_heads": 4, "attention_types": [[["global", "local"], 1]]}  # a buffer of positions x positions
-    configs = (
-        *({"auto_map": {"AutoConfig": "evil.Config"}}, {"rope_parameters": {"auto_map": {}}}, deep, table),
-        *({"num_hidden_layers": 10**7}, {"vocab_size": None}, {"model_type": "evil\x1b[2J"}),
-        {"model_type": "reformer"},  # an assertion
-    )
+    configs = ({"rope_parameters": {"auto_map": {}}}, {"num_hidden_layers": 10**7}, {"model_type": "evil\x1b[2J"})
+    configs += (deep, table, {"model_type": "reformer"})  # an assertion of transformers
     abouts = (
         *({"ranks": 2}, {"versions": "evil"}, {"format": "1\nreplay it:  rm"}, {"metrics": {"a": 10**400}}),
         *({"reward": ["x/mine.py:os.system"]}, {"reward": ["../../evil.py:f\n"]}, {"script": "../grpo.py"}),
-        *({"ranks": "1; rm"}, {"format": 99}, {"flags": []}, {"metrics": {"a": "b"}}),
+        *({"ranks": "1; rm"}, {"flags": []}, {"metrics": {"a": "b"}}),
         {"tokens": {"vocab": 10**9, "special": [], "eos": 0, "pad": 0}},
     )
     scorer = next(Path(name).stem for name in contents(capsule) if "mine" in name)
-    codes = b"def score(", b"-" * 200_000, b"(" * 50_000, b"def score(): \x00", b"\xff", b"#" * 2**21
-    hostile = [(altered, {"config": json.dumps(config | change).encode()}, "not as it should be") for change in configs]
+    codes = b"def score(", b"-" * 200_000, b"(" * 50_000, b"\xff", b"#" * 2**21
+    hostile = [(altered, {"config": json.dumps(config | change)}, "not as it should be") for change in configs]
     hostile += [(with_about, change, "") for change in abouts] + [(altered, {scorer: code}, "") for code in codes]
     hostile += [(altered, {left_out: None}, "no capsule") for left_out in ("capsule", "config")]
     for change, members, message in hostile:
@@ -344,12 +317,11 @@ def test_a_config_names_no_kernels_code_or_files(run, tmp_path, weights):
     """transformers would fetch them, some from the hub."""
     main(Args(run, step=1, weights=weights, output=tmp_path / "bug.zip"))
     config = json.loads(contents(tmp_path / "bug.zip")["model/config.json"])
-    names = ("attn_implementation", "_attn_implementation", "experts_implementation", "backbone")
-    evil = dict.fromkeys((*names, "transformers_weights"), "evil")
+    evil = dict.fromkeys(("_attn_implementation", "experts_implementation", "transformers_weights"), "evil")
     evil |= {"quantization_config": {"quant_method": "evil"}, "anything": "evil/kernels"}
     evil |= {"attn_implementation": {"text_config": "evil"}, "anything_else": ["evil/kernels"]}
     hostile = config | evil | {"rope_parameters": config["rope_parameters"] | evil}
-    file = altered(tmp_path / "bug.zip", tmp_path / "hostile.zip", config=json.dumps(hostile).encode())
+    file = altered(tmp_path / "bug.zip", tmp_path / "hostile.zip", config=json.dumps(hostile))
     main(Args(file, output=tmp_path / "opened"))
     opened = (tmp_path / "opened/model/config.json").read_text()
     assert "evil" not in opened and json.loads(opened)["hidden_size"] == config["hidden_size"]
@@ -370,11 +342,13 @@ def test_what_is_printed_is_checked_or_escaped(capsule, tmp_path, capsys):
 
 
 def test_flags_of_a_capsule_name_no_file_or_command_of_its_own(capsule, tmp_path):
-    """An agent is a command, an engine and a data set class are files: a replay has none of them."""
+    """An agent is a command, an engine and a data set class are files: a replay has none of them. The small model is
+    without the layers that --freeze names."""
     evil = {"agent": "touch /tmp/x", "rollout_engine": "/tmp/e.py:E", "dataset_class": "/tmp/d.py:D"}
     evil |= {"trust_remote_code": True, "shadow_reward": ["/tmp/s.py:f"], "val_reward": ["/tmp/s.py:f"]}
-    file = with_about(capsule, tmp_path / "hostile.zip", **evil)
-    flags = opened_flags(file, tmp_path / "opened")
-    assert not evil.keys() & flags.keys()
-    own = [flags["model"], *flags["train_files"], *flags["reward"], flags["output_dir"]]
+    file = with_about(capsule, tmp_path / "a.zip", **evil, reward_model=".../judge", freeze=r"layers\.30\.")
+    main(Args(file, output=tmp_path / "opened"))
+    flags = json.loads((tmp_path / "opened/recording/config.json").read_text())
+    assert not evil.keys() & flags.keys() and not flags["freeze"]
+    own = [flags["model"], flags["reward_model"], *flags["train_files"], *flags["reward"], flags["output_dir"]]
     assert all(path.startswith(str(tmp_path / "opened")) for path in own)

@@ -10,21 +10,13 @@ import numpy as np
 import pytest
 
 from tests.common import one_line
-from tools.compare import Args, main, paired_difference, t_quantile
+from tools.compare import Args, main, paired_difference
 
 
 # ---- statistics ----------------------------------------------------------------------------------
 def simulated(rng, seeds, prompts, mean, of_seeds, of_prompts, of_rest):
     noise = of_seeds * rng.normal(size=(seeds, 1)) + of_prompts * rng.normal(size=(1, prompts))
     return mean + noise + of_rest * rng.normal(size=(seeds, prompts))
-
-
-@pytest.mark.parametrize(
-    "probability, freedom, expected",
-    [(0.975, 1, 12.7062), (0.975, 2, 4.3027), (0.975, 4, 2.7764), (0.8, 4, 0.9410), (0.995, 9, 3.2498)],
-)
-def test_the_quantiles_are_those_of_the_printed_tables(probability, freedom, expected):
-    assert t_quantile(probability, freedom) == pytest.approx(expected, abs=2e-4)  # 4000 steps of the angle
 
 
 def test_with_one_score_a_seed_it_is_the_paired_t_test():

@@ -3,14 +3,12 @@
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import socket
 import subprocess
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +25,6 @@ from PIL import Image
 
 from benchmarks.run_page import SCHEMA, response_row, write_rollouts, write_run
 from lib import InputError
-from lib.run.lock import take_lock
 from tests.common import PYTHON, ROOT, SMALL, environment, fork, ran, with_slow
 from tests.tools.browser import launch_options, why_no_browser
 from tests.tools.test_compare import write as write_compared
@@ -35,7 +32,7 @@ from tools import compare
 from tools.page import __main__ as command
 from tools.page.__main__ import Args, Pages, main, make_server
 from tools.page.read import read_run
-from tools.page.samples import bfloat16, pack_samples, spread_out
+from tools.page.samples import bfloat16, pack_samples
 from tools.page.write import UPLOT, as_script, sections
 
 TOOLS = [
@@ -105,6 +102,10 @@ def rows_of(run: Path) -> list[dict]:
     return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
+def validated_in(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
 def see_samples(page, **filters: str) -> None:
     """Scrolls to the samples, which are drawn when they are looked at. filters: of the form, by their names."""
     count(page)
@@ -136,13 +137,12 @@ def tip(page) -> dict[str, str]:
 @contextmanager
 def served(run: Path) -> Iterator[str]:
     """The address of a server of this run."""
-    server = make_server(Pages((run,), 1e6), 0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with make_server(Pages((run,), 1e6), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +195,7 @@ def test_the_page_of_a_run(toy, visit):
     assert float(glance.locator(".read").inner_text().removeprefix("last ")) == pytest.approx(last, rel=1e-3)
     page.locator("#time").scroll_into_view_if_needed()
     page.locator(".stages", has_text="rollout").wait_for()
-    validated = (toy / "samples.jsonl").read_text().count("\n")
-    assert count(page) == len(rows_of(toy)) + validated
+    assert count(page) == len(rows_of(toy)) + len(validated_in(toy))
 
 
 SHOWN = {"log-prob": "log_probs", "log-prob before the update": "old_log_probs", "entropy": "entropy"}
@@ -232,7 +231,7 @@ def test_hovering_and_arrow_keys_show_the_numbers_of_a_token(toy, visit):
 @pytest.mark.slow
 def test_turns_are_a_conversation(tools, visit):
     page = visit(tools)
-    validated = [json.loads(line) for line in (tools / "samples.jsonl").read_text().splitlines()]
+    validated = validated_in(tools)
     last = [row["response"] for row in validated if row["step"] == validated[-1]["step"]]
     page.locator(".glimpse .tokens").nth(2).wait_for()
     shown = page.locator(".glimpse .tokens").all()
@@ -261,7 +260,7 @@ def test_exceptions_of_tools_are_shown_as_text(tools, visit):
     for line in (line for row in failed for line in row["tool_errors"] if ", exception: " in line):
         assert re.match("turn [12], calculator, exception: ValueError: <img src=x onerror=", line)
         assert len(line) < 350 and "a second line" not in line
-    validated = [json.loads(line) for line in (tools / "samples.jsonl").read_text().splitlines()]
+    validated = validated_in(tools)
     assert {"tool_errors" in row for row in validated} == {True, False}
     shown = [number for number, row in enumerate(validated[:12], 1) if "tool_errors" in row]
     printed = re.findall(r"^tool error of sample (\d+): turn ", (tools / "printed.txt").read_text(), re.M)
@@ -357,15 +356,16 @@ def test_prompts_of_equal_text_are_apart_and_show_their_images(seen, visit):
 
 
 def test_a_server_gives_images_as_images(seen):
+    keys = pack_samples(seen, 1e6)[1]
     with served(seen) as url:
-        kinds = Counter(httpx.get(f"{url}chunk/{key}").headers["Content-Type"] for key in pack_samples(seen, 1e6)[1])
-        assert kinds == {"application/octet-stream": 2, "image/jpeg": 2}
+        kinds = Counter(httpx.get(f"{url}chunk/{key}").headers["Content-Type"] for key in keys)
+    assert kinds == {"application/octet-stream": 2, "image/jpeg": 2}
 
 
 def test_what_does_not_fit_is_left_out_evenly_and_said(made, visit, tmp_path):
     index, chunks, _ = pack_samples(made / "a", 20_000)
     steps = sorted({step for step, kind in zip(index["step"], index["kind"]) if index["texts"][kind] == "train"})
-    assert 4 <= len(steps) < 30 and max(np.diff(steps)) <= 16 and steps[-1] == 30
+    assert 4 <= len(steps) < 30 and max(np.diff(steps)) <= 4 * 30 / len(steps) and (steps[0], steps[-1]) == (1, 30)
     assert sum(map(len, chunks.values())) <= 20_000
     assert index["shown"] == len(index["step"]) < index["kept"] == 120 + 64
     main(Args((made / "a",), output=tmp_path / "small.html", max_mb=0.02))
@@ -460,10 +460,9 @@ def test_text_of_a_run_is_text(hostile, visit):
         advantage = page.locator("#cards .response header").first.inner_text()
         assert "NaN" in advantage or step == "2"
     text = page.locator("#cards .tokens", has_text="pwned").last.inner_text()
-    for shown in ("<script>document.title = 'pwned'</script>", "onerror=alert(1)>", "␛[31m", "␀", "‹U+202E›abc"):
+    escaped = ["␛[31m", "␀", "‹U+202E›abc", "‹U+200B›", "‹U+2028›", "‹U+2066›"]
+    for shown in (HOSTILE[1], "onerror=alert(1)>", *escaped, "שלום", "<!--", "&lt;", "{{ 7 * 7 }}"):
         assert shown in text
-    for shown in ("‹U+200B›", "‹U+2028›", "‹U+2066›", "שלום", "<!--", "&lt;", "{{ 7 * 7 }}", "‹U+D800›"):
-        assert shown in text or shown == "‹U+D800›"
     assert page.locator("main img, main script, main i:not(.scale i), main u").count() == 0
     assert page.title() == "<b>run · plainrl"
     page.fill("#f-text", "onerror=ALERT")
@@ -599,20 +598,13 @@ def test_two_responses_are_compared_token_by_token(made, tmp_path, visit):
 def test_a_run_is_running_while_a_process_has_its_lock(tmp_path):
     run = write_run(tmp_path / "run", 1, 1, 1)
     assert read_run(run)["state"] == "ended"
-    fork = multiprocessing.get_context("fork")
-    ready = fork.Event()
-
-    def hold() -> None:
-        with take_lock(run):
-            ready.set()
-            time.sleep(1000)
-
-    holder = fork.Process(target=hold)
-    holder.start()
-    ready.wait()
-    assert read_run(run)["state"] == "running"
-    holder.kill()
-    holder.join()
+    code = "import sys; from pathlib import Path; from lib.run.lock import take_lock\n"
+    code += "with take_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*PYTHON, "-c", code, run], cwd=ROOT, **pipes) as holder:
+        holder.stdout.readline()
+        assert read_run(run)["state"] == "running"
+        holder.kill()
     assert read_run(run)["state"] == "stopped"
 
 
@@ -639,16 +631,13 @@ def test_numbers_that_are_not_finite_and_broken_lines_are_said(tmp_path, visit):
 
 
 DEEP = "[" * 100_000
-MALFORMED = ["", "null", "1", "[]", "{}", '{"step": "1"}', '{"step": 1.5}', '{"step": -1}', '{"step": NaN}']
-MALFORMED += ['{"step": 9007199254740992}', "{", "\x00", DEEP, f'{{"step": 1{"0" * 400}}}']
+MALFORMED = ["", "null", "[]", "{}", '{"step": "1"}', '{"step": 1.5}', '{"step": -1}', "{", "\x00", DEEP]
+MALFORMED += ['{"step": 9007199254740992}']
 TEXTS = "prompt score data_source finish_reason turns images tool_errors row_hash"
 VALUES = {  # of these names in a row, by file
-    "metrics.jsonl": [
-        ("reward/mean", ['"x"', "[1]", '{"a": 1}', "1" + "0" * 400, "1" * 5000, DEEP]),
-        ("nonfinite", ["1", "[]", '{"reward/mean": 1}', '{"reward/mean": []}']),
-    ],
+    "metrics.jsonl": [("reward/mean", ['"x"', "1" + "0" * 400, "1" * 5000]), ("nonfinite", ['{"reward/mean": 1}'])],
     "samples.jsonl": [
-        *((TEXTS, ["[1]", '{"a": 1}', DEEP]), ("ground_truth", [DEEP, "[" * 60 + "]" * 60, "1" * 5000])),
+        *((TEXTS, ['{"a": 1}']), ("ground_truth", ["[" * 60 + "]" * 60, "1" * 5000])),
         *(("turns", ["[null]", '[{"text": 1}]']), ("images", ["[null]"])),
     ],
 }
@@ -751,20 +740,17 @@ FILES = ["metrics.jsonl", "samples.jsonl", "config.json", "starts/1/start.json",
 FILES += ["rollouts/step_000001-rank_0.parquet", "rollouts/step_000002-rank_0.parquet"]
 
 
-@pytest.mark.parametrize("kind", ["folder", "fifo", "link out of the folder", "link to itself"])
-def test_what_is_no_file_of_the_run_is_not_read(tmp_path, kind):
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, "link out of the folder", "link to itself"])
+def test_what_is_no_file_of_the_run_is_not_read(tmp_path, make):
     """A FIFO would block, and a link shows a file that is not of the run."""
     run, other = write_run(tmp_path / "run", 2, 1, 2), write_run(tmp_path / "other", 2, 1, 2)
     (other / "waits.txt").write_text("secret")
     for name in FILES:
         (run / name).unlink(missing_ok=True)
-        match kind:
-            case "folder":
-                (run / name).mkdir()
-            case "fifo":
-                os.mkfifo(run / name)
-            case _:
-                (run / name).symlink_to(other / name if "out" in kind else run / name)
+        if callable(make):
+            make(run / name)
+        else:
+            (run / name).symlink_to(other / name if "out" in make else run / name)
     read = read_page(run)
     assert read["metrics"] == {} and read["samples"]["shown"] == 0 and "secret" not in str(read)
     noted = [note.split(": could not read the file (")[0] for note in read["notes"]]
@@ -888,15 +874,6 @@ def test_numbers_are_rounded_to_binary_digits(values, digits):
     np.testing.assert_array_equal(back[~np.isfinite(exact)], exact[~np.isfinite(exact)])
 
 
-@given(st.integers(0, 300), st.data())
-def test_any_beginning_is_spread_over_all(n, data):
-    order = [*spread_out(range(n))]
-    assert sorted(order) == [*range(n)]
-    taken = data.draw(st.integers(2, max(2, n)))
-    gaps = np.diff(sorted(order[:taken]))
-    assert n < 2 or max(gaps) <= max(1, 4 * n / taken)
-
-
 # ---- comparisons, and gradients of other flags ---------------------------------------------------
 @pytest.mark.slow
 def test_settings_with_the_same_seeds_are_compared_on_the_page(tmp_path, made, visit, capsys):
@@ -935,9 +912,7 @@ def test_the_gradients_of_other_flags_are_curves_and_a_table(tmp_path, visit):
     assert row == ["--loss gspo", "1, 1, 3, 4", "a↵", "<b>", "-0.2500", "+0.1250"]
 
 
-@pytest.mark.parametrize(
-    "text", ["{", '[{"step": 1}]', '[{"step": 1, "choices": {"x": {"cosine": "a"}}}]', "[null]", "[[]]"]
-)
+@pytest.mark.parametrize("text", ['[{"step": 1}]', '[{"step": 1, "choices": {"x": {"cosine": "a"}}}]', "[null]"])
 def test_a_lens_json_that_is_none_is_noted(tmp_path, text):
     (folder := write_run(tmp_path / "run", 2, 1, 5)).joinpath("lens.json").write_text(text)
     run = read_page(folder)

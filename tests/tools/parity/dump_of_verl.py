@@ -13,12 +13,8 @@ from verl.trainer.ppo import core_algos
 
 @core_algos.register_policy_loss("dump")
 def dump(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
-    inputs = {
-        "old_log_prob": old_log_prob,
-        "log_prob": log_prob,
-        "advantages": advantages,
-        "response_mask": response_mask,
-    }
+    inputs = {"old_log_prob": old_log_prob, "log_prob": log_prob}
+    inputs |= {"advantages": advantages, "response_mask": response_mask}
     loss, metrics = core_algos.get_policy_loss_fn("vanilla")(**inputs, loss_agg_mode=loss_agg_mode, config=config)
     [gradient] = torch.autograd.grad(loss, log_prob, retain_graph=True)
     results = {"loss": loss, "gradient": gradient, "ppo_kl": torch.tensor(metrics["actor/ppo_kl"])}

@@ -43,15 +43,8 @@ def batch() -> dict[str, torch.Tensor]:
     old = -2 * torch.rand(B, T)
     log_probs = old + 0.3 * torch.randn(B, T)
     rewards = torch.tensor([1.0, 0, 0.5, 0, 1, 1, 0, 0.25])
-    group = torch.arange(B) // GROUP
-    return {
-        "mask": mask,
-        "responses": responses * mask,
-        "old": old,
-        "new": log_probs,
-        "rewards": rewards,
-        "group": group,
-    }
+    found = {"mask": mask, "responses": responses * mask, "old": old, "new": log_probs}
+    return found | {"rewards": rewards, "group": torch.arange(B) // GROUP}
 
 
 def verl(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
