@@ -16,10 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
@@ -29,7 +27,6 @@ import torch
 import grpo
 import lib.run.lock as lock_module
 import lib.run.opening as opening_module
-import lib.run.run as run_module
 from lib import InputError, setup
 from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, changed_flags, marked
@@ -331,30 +328,30 @@ def test_code_that_changed_in_its_place_needs_consent(tmp_path, changed, monkeyp
 def test_a_resume_compares_the_engines_that_auto_has_become(tmp_path):
     """Of the checkpoint, too, and one of a time before auto has none in `effective`."""
 
-    def config(engine: str, became: str = "") -> dict:
+    def config(engine: str, became: str = "", **effective) -> dict:
         args.rollout.rollout_engine, args.rollout.auto_engine = engine, became
-        return describe_run(args, Path(grpo.__file__)) | {"effective": {"rollout_engine": args.rollout.engine}}
+        effective = {"rollout_engine": args.rollout.engine} | effective
+        return describe_run(args, Path(grpo.__file__)) | {"effective": effective}
 
-    args, checkpoint = grpo.Args(), tmp_path / "run/checkpoints/step_000001"
-    checkpoint.mkdir(parents=True)
-    on_vllm = config("auto", "vllm")
+    def compared(before: dict, now: dict, *overrides: str) -> dict:
+        (tmp_path / "config.json").write_text(json.dumps(before))
+        return compare(tmp_path, now, args, set(overrides))
+
+    args = grpo.Args()
+    on_vllm, on_hf = config("auto", "vllm"), [config("auto", "hf"), config("hf")]
     assert on_vllm["rollout_engine"] == "auto"
-    for before, same, other in (
-        (on_vllm, [on_vllm, config("vllm"), config("http://a:8000")], [config("auto", "hf"), config("hf")]),
-        (config("hf") | {"effective": {}}, [config("auto", "hf"), config("hf")], [on_vllm]),
-    ):
-        (checkpoint / "config.json").write_text(json.dumps(before))
-        assert [compare(checkpoint, now, args, set()) for now in same] == [{}] * len(same)
-        was, now = ("vllm", "hf") if other[0] is not on_vllm else ("hf", "vllm")
-        for changed in other:
-            with pytest.raises(InputError, match=f"--rollout-engine was {was}, is {now}. Undo it"):
-                compare(checkpoint, changed, args, set())
-            assert compare(checkpoint, changed, args, {"rollout_engine"}) == {"rollout_engine": [was, now]}
-    chosen = {"micro_batch_tokens": 16384, "gradient_checkpointing": "off"}  # which may change
-    on_cpu, on_gpu = (config("hf") | {"effective": chosen | more} for more in ({}, {"micro_batch_tokens": 32768}))
-    (checkpoint / "config.json").write_text(json.dumps(on_cpu))
-    assert compare(checkpoint, on_cpu, args, set()) == {}
-    assert compare(checkpoint, on_gpu, args, set()) == {"micro_batch_tokens": [16384, 32768]}
+    for now in on_vllm, config("vllm"), config("http://a:8000"):
+        assert compared(on_vllm, now) == {}
+    before_auto = config("hf") | {"effective": {}}
+    for now in on_hf:
+        assert compared(before_auto, now) == {}
+        with one_line("--rollout-engine was vllm, is hf. Undo it"):
+            compared(on_vllm, now)
+        assert compared(on_vllm, now, "rollout_engine") == {"rollout_engine": ["vllm", "hf"]}
+    with one_line("--rollout-engine was hf, is vllm. Undo it"):
+        compared(before_auto, on_vllm)
+    on_cpu, on_gpu = (config("hf", micro_batch_tokens=n) for n in (16384, 32768))  # which may change
+    assert compared(on_cpu, on_cpu) == {} and compared(on_cpu, on_gpu) == {"micro_batch_tokens": [16384, 32768]}
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
@@ -452,8 +449,8 @@ def test_flags_that_differ_from_their_defaults():
     args.optimizer.lr, args.multi_turn.max_turns = 0.5, 2
     lr = Args(teacher="").optimizer.lr
     expected = {"teacher": ["t", ""], "lr": [0.5, lr], "clip_ratio_low": [0.3, 0.2], "multi_turn.max_turns": [2, 8]}
-    assert changed_flags(args) == expected
-    assert "lr" not in changed_flags(args, lr=0.5) and changed_flags(args, lr=args.default_lr)["lr"] == [0.5, 1e-6]
+    assert changed_flags(args) == expected and changed_flags(args, lr=1e-6) == expected | {"lr": [0.5, 1e-6]}
+    assert "lr" not in changed_flags(args, lr=0.5)
 
 
 # ---- one writer ----------------------------------------------------------------------------------
@@ -567,14 +564,6 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, one_rank):
         open_run(args, one_rank, grpo.__file__)
     open_run(args, one_rank, grpo.__file__).locks.close()
     assert [*(tmp_path / "run/starts").iterdir()]
-
-
-def test_the_last_checkpoint_is_written_before_the_export(tmp_path, monkeypatch):
-    """A full disk may end the run there, at once."""
-    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), WORLD, None)
-    run._saving = ThreadPoolExecutor(1).submit(time.sleep, 0.2)
-    monkeypatch.setattr(run_module, "export_hf", lambda *_: [] if run._saving.done() else pytest.fail("too early"))
-    run.export(SimpleNamespace(forward=SimpleNamespace(compute_dtype=torch.float32), module=None), None)
 
 
 def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):

@@ -128,49 +128,41 @@ BY_STD = ["grpo_passk", "gigpo", "mt_grpo"]
 WITH_GROUPS = ["-", "dr_grpo", "rloo", "opo", "gpg", "grpo_leave_one_out", "grpo_batch_std", "gdpo", "gigpo", "mt_grpo"]
 WITH_GROUPS += ["reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"]
 CLIPPED = ["cispo", "gspo", "geo_mean", "two_sided", "decoupled", "clip_cov"]
-# What a flag, or a value of it, needs of another flag: without that it is rejected, which is checked.
+CORRECTION = "--rollout-correction.action, --rollout-correction.bounds, --rollout-correction.batch-normalize"
+# What flags, or a value of one, need of another flag: without that it is rejected, which is checked.
 NEEDS = {
     "--adv-kwargs:epsilon": ("--adv-estimator", ["-", *BY_STD, "grpo_leave_one_out", "grpo_batch_std"]),
     "--adv-kwargs:norm_adv_by_std_in_grpo": ("--adv-estimator", BY_STD),
     "--adv-kwargs:gamma": ("--adv-estimator", ["reinforce_plus_plus", "gigpo"]),
     "--adv-kwargs:turn_coef": ("--adv-estimator", ["gigpo", "mt_grpo"]),
     "--adv-kwargs:singleton": ("--adv-estimator", WITH_GROUPS),
-    "--adv-estimator gigpo": ("--multi-turn.tools", ["calculator", "REWARDING"]),
-    "--adv-estimator mt_grpo": ("--multi-turn.tools", ["REWARDING"]),
     "--adv-kwargs:f_norm": ("--adv-estimator", ["gpg"]),
-    "--adv-kwargs:reward_weights": ("--adv-estimator", ["gdpo"]),
-    "--adv-kwargs:reward_keys": ("--adv-estimator", ["gdpo"]),
+    "--adv-kwargs:reward_weights, --adv-kwargs:reward_keys": ("--adv-estimator", ["gdpo"]),
+    "--adv-estimator gigpo, --multi-turn.reward-coef": ("--multi-turn.tools", ["calculator", "REWARDING"]),
+    "--adv-estimator mt_grpo": ("--multi-turn.tools", ["REWARDING"]),
     "--adv-estimator gdpo": ("--adv-kwargs:reward_keys", ["a,b"]),
     "--loss dro": ("--loss-kwargs:dro_beta", ["0.5"]),
-    "--loss-kwargs:cliprange_low": ("--loss", CLIPPED),
-    "--loss-kwargs:cliprange_high": ("--loss", CLIPPED),
+    "--loss-kwargs:cliprange_low, --loss-kwargs:cliprange_high": ("--loss", CLIPPED),
     "--loss-kwargs:ratio_high": ("--loss", ["reinforce", "dppo_tv", "dppo_kl"]),
-    "--loss-kwargs:tau_pos": ("--loss", ["sapo"]),
-    "--loss-kwargs:tau_neg": ("--loss", ["sapo"]),
-    "--loss-kwargs:delta_low": ("--loss", ["dppo_tv", "dppo_kl"]),
-    "--loss-kwargs:delta_high": ("--loss", ["dppo_tv", "dppo_kl"]),
+    "--loss-kwargs:tau_pos, --loss-kwargs:tau_neg": ("--loss", ["sapo"]),
+    "--loss-kwargs:delta_low, --loss-kwargs:delta_high": ("--loss", ["dppo_tv", "dppo_kl"]),
     "--loss-kwargs:dro_beta": ("--loss", ["dro"]),
     "--loss-kwargs:delta": ("--loss", ["two_sided"]),
     "--loss-kwargs:cap": ("--loss", ["decoupled"]),
     "--loss-kwargs:kl_coef": ("--loss", ["kl_cov"]),
-    "--clip-ratio-low": ("--loss", ["-"]),
-    "--clip-ratio-high": ("--loss", ["-"]),
-    "--clip-ratio-c": ("--loss", ["-"]),
+    "--clip-ratio-low, --clip-ratio-high, --clip-ratio-c": ("--loss", ["-"]),
     "--loss-scale-factor": ("--loss-agg-mode", ["seq-mean-token-sum-norm"]),
     "--loss-kwargs:cov_ratio": ("--loss", ["clip_cov", "kl_cov"]),
     "--loss-kwargs:cov_bounds": ("--loss", ["clip_cov"]),
-    "--rollout-correction.action": ("--rollout-correction.level", ["-", "token", "sequence", "geometric"]),
-    "--rollout-correction.bounds": ("--rollout-correction.level", ["-", "token", "sequence", "geometric"]),
-    "--rollout-correction.batch-normalize": ("--rollout-correction.level", ["-", "token", "sequence", "geometric"]),
-    "--kl-estimator": ("--kl-coef", ["0.1"]),
-    "--kl-placement": ("--kl-coef", ["0.1"]),
+    CORRECTION: ("--rollout-correction.level", ["-", "token", "sequence", "geometric"]),
+    "--kl-estimator, --kl-placement": ("--kl-coef", ["0.1"]),
     "--kl-target": ("--kl-placement", ["reward"]),
     "--kl-horizon": ("--kl-target", ["0.5"]),
     "--reward-model-coef": ("--reward-model", ["MODEL"]),
-    "--multi-turn.reward-coef": ("--multi-turn.tools", ["calculator", "REWARDING"]),
     "--overlong-factor": ("--overlong-buffer", ["-", "4"]),
     "--max-gen-batches": ("--zero-variance", ["-"]),
 }
+NEEDS = {option: need for options, need in NEEDS.items() for option in options.split(", ")}
 NOT_DIVIDED = ["dr_grpo", "rloo", "opo", "gpg", "grpo_batch_std", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 NOT_DIVIDED += ["optimal_token_baseline", "tir_optimal_token_baseline"]
 KL_IN_REWARD = {"--kl-placement reward": ("--adv-estimator", NOT_DIVIDED)}
@@ -298,7 +290,7 @@ def quick_checks():
 
 
 # ---- the data ------------------------------------------------------------------------------------
-FEW = 7  # the seed of a batch in which two groups have equal scores
+FEW = 7  # the seed of a batch in which two groups have equal scores, one of them also equal components
 
 
 @cache
@@ -314,7 +306,7 @@ def rows_of(seed: int, group_size: int, sampling) -> list[Row]:
             score = rng.choice([0.0, 0.5, 1.0, 2.0]) + k / 4
             components = {"a": rng.choice([0.0, 0.5, 1.0]), "b": float(k)}
             if g == 0 or (g == 3 and seed == FEW):
-                score, components = 1.0, {"a": 0.5, "b": 1.0}
+                score, components = 1.0, {"a": 0.5, "b": 1.0} if g == 0 else components
             dead = group_size > 1 and ((g == 1 and k == 2) or (g == 2 and (k > 0 or seed == 2)))
             row = Row(
                 f"{seed}-{g}",
@@ -596,6 +588,7 @@ ON_TWO_RANKS = {  # cases of each script
     ),
     "dapo": (
         "--num-mini-batches 1 --overlong-filtering GIVEN --kl-coef 0.1",
+        "--adv-estimator gdpo --adv-kwargs:reward_keys a,b --overlong-buffer 0",
         "--overlong-buffer 4 --loss cispo --loss-agg-mode seq-mean-token-sum --max-gen-batches 1",
     ),
     "ppo": (

@@ -7,15 +7,11 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import dapo
-from lib.data_proto import DataProto
 from lib.run.checkpoint import load_batches
 from tests.common import (
     ROOT,
@@ -316,18 +312,6 @@ def test_remax_baseline_is_the_greedy_reward_of_the_same_prompt(tmp_path):
         assert row["training/tokens"] == pytest.approx(tokens + greedy_tokens)
     assert row["reward/mean"] == row["reward/baseline"]
     assert row["response_length/mean"] == row["response_length/baseline"]
-
-
-# ---- DAPO ----------------------------------------------------------------------------------------
-def test_dapo_finds_the_signal_of_gdpo_in_each_reward():
-    """Group a differs in both rewards and not in their sum, group b in neither."""
-    mask, uid = torch.ones(4, 1, dtype=torch.long), np.array(["a", "a", "b", "b"], dtype=object)
-    tensors = {"response_mask": mask, "token_level_scores": torch.ones(4, 1)}
-    components = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 2.0], [2.0, 2.0]])
-    for more, expected in ({}, []), ({"reward_components": components}, ["a", "a"]):
-        batch = DataProto.from_dict(tensors=tensors | more, non_tensors={"uid": uid})
-        good, uninformative = dapo.split_by_signal(dapo.Args(group_size=2), batch)
-        assert [*good.non_tensor_batch["uid"]] == expected and len(good) + len(uninformative) == 4
 
 
 # ---- several turns -------------------------------------------------------------------------------
