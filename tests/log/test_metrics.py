@@ -8,7 +8,6 @@ import psutil
 import pytest
 import torch
 
-from lib import InputError
 from lib.data_proto import DataProto
 from lib.distributed import (
     Max,
@@ -35,7 +34,7 @@ from lib.run.validation import (
     validated_rows,
     validation_metrics,
 )
-from tests.common import run_ranks
+from tests.common import one_line, run_ranks
 
 # ---- pass@k and maj@k ----------------------------------------------------------------------------
 
@@ -354,14 +353,14 @@ def test_a_metric_that_is_logged_twice_is_an_error():
     """Such as by a second policy with the first one's name: one value would be lost."""
     merged = merge_metrics([{"actor/lr": 1.0}, {}, {"critic/lr": 2.0}])
     assert merged == {"actor/lr": 1.0, "critic/lr": 2.0}
-    with pytest.raises(InputError, match="two metrics of one step are called 'actor/lr': rename one"):
+    with one_line("two metrics of one step are called 'actor/lr': rename one"):
         merge_metrics([merged, {"actor/lr": 1.0}])
 
 
 def test_numbers_of_two_data_sources_never_share_a_name():
     """The later one would win, and --keep-best would keep by it."""
     rows = [Validated(0, "a", {"score": 0.0, "b": 1.0}, None, False), Validated(1, "a/b", {"score": 0.0}, None, False)]
-    with pytest.raises(InputError, match=r"^two metrics of one step are called 'val/a/b"):
+    with one_line("^two metrics of one step are called 'val/a/b"):
         validation_metrics(rows)
 
 

@@ -208,28 +208,26 @@ def test_resharding_keeps_weights_and_optimizer(saved_by, loaded_by, tmp_path, c
 
 @pytest.mark.parametrize("saved_with_both", [False, True])
 def test_parameters_without_gradient_have_no_optimizer_state(saved_with_both, tmp_path, one_rank):
-    def make(seed):
+    def make(seed, both):
         torch.manual_seed(seed)
         module = torch.nn.ModuleDict({"used": torch.nn.Linear(3, 2), "unused": torch.nn.Linear(3, 2)})
-        return module, torch.optim.AdamW(module.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        step(module, optimizer, both)
+        return module, optimizer
 
     def step(module, optimizer, both):
+        optimizer.zero_grad()
         x = torch.ones(2, 3)
         (module["used"](x).sum() + (module["unused"](x).sum() if both else 0)).backward()
         optimizer.step()
 
-    module, optimizer = make(0)
-    step(module, optimizer, both=saved_with_both)
-    save_checkpoint(tmp_path, 1, models={"m": (module, optimizer)}, schedulers={}, trainer_state={}, keep=0).result()
-    other, other_optimizer = make(1)
-    step(other, other_optimizer, both=False)
-    load_checkpoint(tmp_path / "step_000001", models={"m": (other, other_optimizer)}, schedulers={})
-    assert len(other_optimizer.state) == (4 if saved_with_both else 2)
-    for m, o in ((module, optimizer), (other, other_optimizer)):
-        o.zero_grad()
-        step(m, o, both=True)
-    assert same(module.state_dict(), other.state_dict())
-    assert same(optimizer.state_dict(), other_optimizer.state_dict())
+    saved, loaded = make(0, both=saved_with_both), make(1, both=False)
+    save_checkpoint(tmp_path, 1, models={"m": saved}, schedulers={}, trainer_state={}, keep=0).result()
+    load_checkpoint(tmp_path / "step_000001", models={"m": loaded}, schedulers={})
+    assert len(loaded[1].state) == (4 if saved_with_both else 2)
+    for model in saved, loaded:
+        step(*model, both=True)
+    assert all(same(x.state_dict(), y.state_dict()) for x, y in zip(saved, loaded))
 
 
 class Holds:
