@@ -52,9 +52,8 @@ def test_a_run_that_ends_in_a_profiled_step_writes_what_it_has(tmp_path):
     assert done.returncode == 1 and "no room" in done.stderr
     events = trace_of(tmp_path / "run/profile/step_000001-rank_0.json.gz")
     assert names_of(events, "user_annotation") >= STAGES
-    memory = [event for event in events if event.get("ph") == "C"]
-    assert {event["name"] for event in memory} == {"memory, CPU"}
-    assert 1 < max(event["args"]["MiB"] for event in memory) < 1000
+    memory = [event["args"]["MiB"] for event in events if event["name"] == "memory, CPU"]
+    assert 1 < max(memory) < 1000
 
 
 def test_a_step_that_the_epochs_do_not_reach_is_refused_before_a_model_loads(tmp_path):
@@ -84,6 +83,9 @@ def event(cat: str, name: str, ts: float, dur: float, tid: int = 1) -> dict:
 
 
 def test_the_table_counts_the_time_of_an_operation_without_what_it_calls():
+    def rows_of(*more: dict) -> list[list[str]]:
+        return [line.split() for line in largest_operations([*events, *more]).splitlines()]
+
     events = [
         event("user_annotation", "update", 0, 9000),
         event("cpu_op", "linear", 0, 3000),
@@ -91,11 +93,8 @@ def test_the_table_counts_the_time_of_an_operation_without_what_it_calls():
         event("cpu_op", "mm", 3000, 4000),  # begins where linear ends
         event("cpu_op", "mm", 0, 1000, tid=2),
     ]
-    rows = [line.split() for line in largest_operations(events).splitlines()]
-    assert rows[1:] == [["7.0", "87.5%", "3", "mm"], ["1.0", "12.5%", "1", "linear"]]
-
-    events += [event("kernel", "gemm", 0, 500, tid=7), event("gpu_memcpy", "Memcpy HtoD", 500, 1500, tid=7)]
-    rows = [line.split() for line in largest_operations(events).splitlines()]
+    assert rows_of()[1:] == [["7.0", "87.5%", "3", "mm"], ["1.0", "12.5%", "1", "linear"]]
+    rows = rows_of(event("kernel", "gemm", 0, 500, tid=7), event("gpu_memcpy", "Memcpy HtoD", 500, 1500, tid=7))
     assert rows[0][:2] == ["self", "GPU,"]
     assert rows[1:] == [["1.5", "75.0%", "1", "Memcpy", "HtoD"], ["0.5", "25.0%", "1", "gemm"]]
 

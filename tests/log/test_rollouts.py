@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lib.run.run as run_module
-from lib import InputError
 from lib.args import RunArgs, ValidationArgs
 from lib.data import response_texts
 from lib.distributed import World
@@ -28,14 +27,24 @@ from lib.log.tracking import Tracker
 from lib.model import load_tokenizer
 from lib.run import Run
 from lib.run.resume import cut_logs
-from tests.common import ROOT, SEVERAL_UPDATES, SMALL, TOY_MODEL, fork, full_disk, ran, rollout_batch, with_slow
+from tests.common import (
+    ROOT,
+    SEVERAL_UPDATES,
+    SMALL,
+    TOY_MODEL,
+    fork,
+    full_disk,
+    one_line,
+    ran,
+    rollout_batch,
+    with_slow,
+)
 
 TOOLS = [
     *("--model", str(ROOT / "data/toy_tools/model"), "--train-files", str(ROOT / "data/toy_tools/val.jsonl")),
     *("--max-prompt-length", "32", "--max-response-length", "48", "--micro-batch-tokens", "400"),
     *("--multi-turn.tools", "calculator", "--multi-turn.max-turns", "3", "--multi-turn.reward-coef", "0.5"),
 ]
-ALONE = World(0, 1, torch.device("cpu"))
 
 # ---- every column, against the batch of a real step ----------------------------------------------
 RECORDER = """
@@ -103,8 +112,7 @@ def test_every_column_is_what_the_step_had(recorded):
         batch, last_pass = steps[row["step"]]
         i = np.flatnonzero(batch.non_tensor_batch["uid"] == row["group"])[row["sample"]]
         t, columns = {k: v[i] for k, v in batch.batch.items()}, {k: v[i] for k, v in batch.non_tensor_batch.items()}
-        P = len(t["prompts"])
-        attended = t["attention_mask"].bool()
+        P, attended = len(t["prompts"]), t["attention_mask"].bool()
         own = attended[P:]
         assert row["prompt_ids"] + row["response_ids"] == t["input_ids"][attended].tolist()
         assert len(row["prompt_ids"]) == attended[:P].sum()
@@ -114,6 +122,11 @@ def test_every_column_is_what_the_step_had(recorded):
         for name, key in (of_batch | {"ref_log_probs": "ref_log_prob", "weight_versions": "weight_versions"}).items():
             assert row[name] == (t[key][own].tolist() if key in t else None), name
         assert row["tool_rewards"] == columns.get("tool_rewards")
+        if row["turns"] is not None:
+            assert "".join(turn["text"] for turn in row["turns"]) == row["response"]
+            by_policy = [turn["by"] == "policy" for turn in row["turns"] for _ in range(turn["tokens"])]
+            assert len(by_policy) == own.sum()
+            assert by_policy == row["response_mask"] or not any(row["response_mask"])
         if last_pass:
             for name, value in zip(("log_probs", "entropy"), last_pass[i]):
                 assert row[name] == value[own].tolist()
@@ -140,27 +153,16 @@ def test_every_column_is_what_the_step_had(recorded):
             assert row["score"] == pytest.approx(len(solution) % 2 + 0.5 * by_turns)
         else:
             assert row["score"] is None and json.loads(row["rewards"]) == {}
+    with_turns = case == "grpo, several turns"
+    assert {row["turns"] is not None for row in rows} == {with_turns}
+    assert any(row["tool_rewards"] for row in rows) == with_turns
     numbers = {step: [int(uid.split("-")[1]) for uid in of_step] for step, of_step in uids.items()}
-    assert (moved > 1e-3) == (case != "grpo, several turns")  # of one update
+    assert (moved > 1e-3) != with_turns  # of one update
     assert any(row["score"] is None for row in rows) and {row["score"] for row in rows} >= {0.0, 1.0}
     assert all(step_numbers == sorted(step_numbers) for step, step_numbers in numbers.items()) or "dapo" in case
     if case == "dapo, with groups left over":
         of_earlier = [row for row in rows if int(row["group"].split("-")[0]) < row["step"]]
         assert of_earlier and all(row["old_log_probs"] == row["rollout_log_probs"] for row in of_earlier)
-
-
-def test_episodes_have_turns(recorded):
-    case, run, _ = recorded
-    for row in read(run):
-        if case != "grpo, several turns":
-            assert row["turns"] is row["tool_rewards"] is None
-            continue
-        assert {call["tool"] for call in row["tool_rewards"]} <= {"calculator"}
-        assert "".join(turn["text"] for turn in row["turns"]) == row["response"]
-        assert sum(turn["tokens"] for turn in row["turns"]) == len(row["response_ids"])
-        by_policy = [turn["by"] == "policy" for turn in row["turns"] for _ in range(turn["tokens"])]
-        assert by_policy == row["response_mask"] or not any(row["response_mask"])
-    assert any(row["tool_rewards"] for row in read(run)) == (case == "grpo, several turns")
 
 
 # ---- the text of each token ----------------------------------------------------------------------
@@ -260,45 +262,36 @@ def test_values_that_a_file_cannot_hold_as_they_are(tmp_path):
 
 def run_in(folder: Path, **flags) -> Run:
     tracker = Tracker(folder, {}, total_steps=9, enabled=False)
-    return Run("run", folder, RunArgs(**flags), ValidationArgs(), ALONE, tracker)
+    return Run("run", folder, RunArgs(**flags), ValidationArgs(), World(0, 1, torch.device("cpu")), tracker)
 
 
 def test_one_group_none_and_all(tmp_path):
-    tokenizer = load_tokenizer(TOY_MODEL)
     for wanted, groups in ((1, ["1-0"] * 2), (0, None), ("all", ["1-0"] * 2 + ["1-1"] * 2)):
-        folder = tmp_path / str(wanted)
-        folder.mkdir()
-        run = run_in(folder, save_rollouts=wanted)
-        run.save_rollouts(1, trained_batch(), [], tokenizer)
+        run = run_in(tmp_path / str(wanted), save_rollouts=wanted)
+        run.save_rollouts(1, trained_batch(), [], load_tokenizer(TOY_MODEL))
         run.close()
-        files = [*(folder / "rollouts").glob("*")]
-        assert files == ([] if groups is None else [folder / "rollouts/step_000001-rank_0.parquet"])
+        files = [*(run.folder / "rollouts").glob("*")]
+        assert files == ([run.folder / "rollouts/step_000001-rank_0.parquet"] if groups else [])
         if groups:
             assert files[0].stat().st_mode & 0o777 == 0o600
             assert pq.read_table(files[0])["group"].to_pylist() == groups
 
 
 def test_a_full_disk_is_said_at_the_next_step_and_at_the_end(tmp_path):
-    tokenizer = load_tokenizer(TOY_MODEL)
-    run = run_in(tmp_path)
+    tokenizer, run = load_tokenizer(TOY_MODEL), run_in(tmp_path)
+    said = "step_000001-rank_0.parquet: the step's samples could not be written: .*GiB were free.* --save-rollouts 0"
     with full_disk():
         run.save_rollouts(1, trained_batch(), [], tokenizer)
-        message = "step_000001-rank_0.parquet: the step's samples could not be written: .* --save-rollouts 0"
-        with pytest.raises(InputError, match=message) as raised:
+        with one_line(said):
             run.save_rollouts(2, trained_batch(), [], tokenizer)
-    assert "GiB were free" in str(raised.value) and "\n" not in str(raised.value)
-    with pytest.raises(InputError, match=message):
+    with one_line(said):
         run.close()
     assert list((tmp_path / "rollouts").iterdir()) == []
 
 
 def test_a_run_that_ends_early_has_the_file_of_its_last_step(tmp_path, monkeypatch):
-    def slow(*args):
-        time.sleep(0.3)
-        write(*args)
-
     write = run_module.write_rollouts
-    monkeypatch.setattr(run_module, "write_rollouts", slow)
+    monkeypatch.setattr(run_module, "write_rollouts", lambda *args: (time.sleep(0.3), write(*args)))
     run = run_in(tmp_path)
     run.save_rollouts(1, trained_batch(), [], load_tokenizer(TOY_MODEL))
     run.end_early(interrupted=False)
@@ -306,15 +299,10 @@ def test_a_run_that_ends_early_has_the_file_of_its_last_step(tmp_path, monkeypat
 
 
 BAD_ROWS = {
-    "no JSON": b"x",
     "of two processes": b'{"step": 1, "a{"step": 2}',
     "a list": b"[5]",
-    "no step": b'{"reward/mean": 1}',
     "a step that is none": b'{"step": true}',
-    "an infinite step": b'{"step": Infinity}',
-    "more digits than Python reads": b'{"step": 1, "a": ' + b"9" * 10_000 + b"}",
     "nested": b'{"step": 1, "a": ' + b"[" * 100_000 + b"}",
-    "no UTF-8": b'{"step": 1, "\xff": 1}',
 }
 
 
@@ -326,7 +314,7 @@ def test_a_row_that_no_run_has_written_is_said_in_one_line(bad, tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"step": 1, "a": null, "nonfinite": {"a": "nan"}}\n' + BAD_ROWS[bad] + b'\n{"step": 2}\n')
     for read in (lambda: cut_logs(tmp_path, 1), run.tracker.notes, lambda: run.tracker.reread(1)):
-        with pytest.raises(InputError, match=r"metrics.jsonl, line 2: not a row of a run: fix or delete it$"):
+        with one_line("metrics.jsonl, line 2: not a row of a run: fix or delete it$"):
             read()
     run.end_early(interrupted=False)
     assert not run.tracker.enabled  # its trackers are closed

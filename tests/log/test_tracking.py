@@ -65,7 +65,7 @@ def test_a_full_disk_ends_in_one_line_and_the_rows_before_stay(tmp_path):
         with pytest.raises(InputError, match=r"metrics.jsonl: the row of step 2 was not written: .* too large .*GiB"):
             tracker.log({f"metric/{i}": 0.5 for i in range(9)}, 2)
         with pytest.raises(InputError, match=r"samples.jsonl: the samples of step 2 were not written: .* too large"):
-            tracker.samples([{"prompt": "p" * 200, "response": "r", "score": 1.0}], 2)
+            tracker.samples(SAMPLES, 2)
         with pytest.raises(InputError, match=r"curve.png: the curve was not drawn: .* File too large"):
             tracker.curve()
     tracker.notes()  # reads a file whose last line is torn
@@ -88,7 +88,7 @@ def test_a_metric_that_is_no_number_is_named(tmp_path, value):
 def test_disabled_writes_nothing(tmp_path, capsys):
     tracker = Tracker(tmp_path / "run", {}, trackers=("wandb",), total_steps=2, enabled=False)
     tracker.log(STEP, 1)
-    tracker.samples([{"prompt": "p", "response": "r", "score": 1.0}], 1)
+    tracker.samples(SAMPLES, 1)
     tracker.curve()
     tracker.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
@@ -102,15 +102,25 @@ def test_missing_tracker(tmp_path, monkeypatch):
 
 
 # ---- console -------------------------------------------------------------------------------------
-def test_plain_output_is_one_line_a_step(tmp_path, capsys):
+VALIDATED = {"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1, "val/toy/mean@1/ci_high": 0.3}
+VALIDATED |= {"val/toy/clip_ratio": 0, "val/unscored": 0}
+
+
+def test_plain_output_is_one_line_a_step_with_its_alerts(tmp_path, capsys):
     tracker = Tracker(tmp_path, {}, total_steps=20)
-    tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1, "val/toy/clip_ratio": 0, "val/unscored": 0}, 0)
-    tracker.log(STEP, 1)
-    tracker.log(STEP, 20)
+    rows = (0, VALIDATED), (1, QUIET), (2, TROUBLED), (2, VALIDATED | {"val/unscored": 3.0}), (3, STEP), (20, STEP)
+    for step, row in rows:
+        tracker.log(row, step)
     tracker.close()
-    zero, first, last = capsys.readouterr().out.splitlines()
+    zero, quiet, troubled, validation, plain, last = capsys.readouterr().out.splitlines()
     assert zero == "step 0/20 | val/toy/mean@1 0.250"
-    assert first.startswith("step 1/20 | reward 0.500 | length 230 | 12,346 tok/s | eta ")
+    assert quiet == "step 1/20"
+    assert troubled == (
+        "step 2/20 | gradient 0 | equal scores in every group | skipped updates (gradient not finite): 1 | "
+        "scorer errors: 2 | rows without a score or a token: 2"
+    )
+    assert validation == "step 2/20 | val/toy/mean@1 0.250 | unscored in validation: 3"
+    assert plain.startswith("step 3/20 | reward 0.500 | length 230 | 12,346 tok/s | eta ")
     assert last == "step 20/20 | reward 0.500 | length 230 | 12,346 tok/s | eta 0:00:00"
 
 
@@ -118,21 +128,6 @@ QUIET = {"actor/grad_norm": 0.5, "reward/zero_variance": 0.5, "reward/error_coun
 QUIET |= {"training/rows_in": 8, "training/rows_trained": 8, "training/rows_dropped/dead": 0}
 TROUBLED = {"actor/grad_norm": 0.0, "reward/zero_variance": 1.0, "reward/error_count": 2, "training/skipped_updates": 1}
 TROUBLED |= {"training/rows_in": 8, "training/rows_trained": 6, "training/rows_dropped/dead": 2}
-
-
-def test_an_alert_is_on_the_line_of_its_step(tmp_path, capsys):
-    tracker = Tracker(tmp_path, {}, total_steps=4)
-    tracker.log(QUIET, 1)
-    tracker.log(TROUBLED, 2)
-    tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1, "val/unscored": 3.0}, 2)
-    tracker.close()
-    quiet, troubled, validation = capsys.readouterr().out.splitlines()
-    assert quiet == "step 1/4"
-    assert troubled == (
-        "step 2/4 | gradient 0 | equal scores in every group | skipped updates (gradient not finite): 1 | "
-        "scorer errors: 2 | rows without a score or a token: 2"
-    )
-    assert validation == "step 2/4 | val/toy/mean@1 0.250 | unscored in validation: 3"
 
 
 def test_the_report_sums_up_the_alerts_of_all_steps(tmp_path, capsys):
@@ -173,41 +168,33 @@ def test_the_accuracy_is_shown_where_the_scorer_gives_one(tmp_path, capsys):
 
 
 def test_samples_are_stored_whole_and_those_of_the_last_validation_shown_short(tmp_path, capsys):
-    """One line per validation; one line per sample and the command of the page at the end."""
+    """One line per validation; one line per sample and the command of the page at the end. Images, and errors of
+    tools, are below the samples."""
     run = tmp_path / "a run"
     tracker = Tracker(run, {}, total_steps=20)
     hostile = "\x1b[2J[bold]red[/bold]\r\n\u202eend " + "long " * 200 + "#### 42"
     rows = [{"prompt": f"What is {i}?", "response": hostile, "score": i / 3, "pred": "42"} for i in range(5)]
+    rows[1] |= {"images": ["a.jpg", "b.jpg"], "tool_errors": [f"turn 1, f, exception: {hostile}"] * 5}
     for step in (0, 7):
         tracker.samples(rows, step, show=2)
-        tracker.log({"val/toy/mean@1": 0.25, "val/toy/mean@1/ci_low": 0.1}, step)
+        tracker.log(VALIDATED, step)
     assert lines(run / "samples.jsonl") == [{"step": step} | row for step in (0, 7) for row in rows]
     assert len(capsys.readouterr().out.splitlines()) == 2
     for of_training in (True, False):
         tracker.report(of_training)
         shown = capsys.readouterr().out
-        assert "What is 1?" in shown and "What is 2?" not in shown and "0.333" in shown
-        assert "[bold]red" in shown and "#### 42" in shown and shown.count("samples of step ") == 1
-        assert all(c.isprintable() or c == "\n" for c in shown) and "samples of step 7" in shown
-        *table, page = shown.splitlines()
-        assert max(map(len, table[:3])) <= 120 and ("curve:" in shown) == of_training
-        assert page == f"page of curves and samples: python -m tools.page '{run}'"
+        assert all(c.isprintable() or c == "\n" for c in shown)
+        title, first, second, images, *errors = shown.splitlines()[:7]
+        assert title == "samples of step 7 (score, prompt, response):"
+        assert "What is 1?" in second and "0.333" in second and "What is 2?" not in shown
+        for line in first, second:
+            assert len(line) <= 120 and "[bold]red" in line and "#### 42" in line
+        assert images == f"images of sample 2: {run / 'images'}/a.jpg, b.jpg"
+        for line in errors:
+            assert line.startswith("tool error of sample 2: turn 1, f, exception: ") and len(line) <= 120
+        assert shown.count("tool error") == 3 and ("curve:" in shown) == of_training
+        assert shown.splitlines()[-1] == f"page of curves and samples: python -m tools.page '{run}'"
     tracker.close()
-
-
-def test_images_and_errors_of_tools_are_shown_below_the_samples(tmp_path, capsys):
-    tracker = Tracker(tmp_path, {}, total_steps=20)
-    hostile = "turn 1, f, exception: \x1b[2J[bold]red[/bold] \u202e" + "long " * 200
-    rows = [{"prompt": "p", "response": "r", "score": 1.0}, {"prompt": "q", "response": "s", "score": 0.0}]
-    rows[1] |= {"images": ["a.jpg", "b.jpg"], "tool_errors": [hostile] * 5}
-    tracker.samples(rows, 3)
-    tracker.report(of_training=False)
-    shown = capsys.readouterr().out.splitlines()
-    tracker.close()
-    assert f"images of sample 2: {tmp_path / 'images'}/a.jpg, b.jpg" in shown
-    errors = [line for line in shown if line.startswith("tool error of sample 2: turn 1, f, exception: ")]
-    assert len(errors) == 3 and all(len(line) <= 120 and line.isprintable() and "[bold]re" in line for line in errors)
-    assert not any("sample 1" in line for line in shown) and lines(tmp_path / "samples.jsonl")[1]["images"]
 
 
 # ---- wandb, tensorboard, curve -------------------------------------------------------------------
@@ -217,15 +204,18 @@ SAMPLES = [
 ] * 5
 
 
-def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))  # what is uploaded
+@pytest.fixture
+def offline_wandb(tmp_path, monkeypatch):
+    for name, value in {"MODE": "offline", "SILENT": "true", "DATA_DIR": str(tmp_path / "uploads")}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+
+
+def test_wandb_offline_resumes_the_same_run(tmp_path, offline_wandb, monkeypatch):
     (tmp_path / "images").mkdir()
     Image.new("RGB", (8, 6), "red").save(tmp_path / "images/a.jpg")
     seen = {"images": ["a.jpg"], "tool_errors": ["turn 1, f, exception: ValueError: <b>"]}
     ids = []
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     for resume_step, project in ((0, "plainrl"), (2, "plainrl"), (0, "mine")):
         if project == "mine":
             monkeypatch.setenv("WANDB_PROJECT", project)
@@ -239,26 +229,23 @@ def test_wandb_offline_resumes_the_same_run(tmp_path, monkeypatch):
         tracker.close()
         ids.append((tmp_path / "wandb_id.txt").read_text())
     assert ids[0] == ids[1] != ids[2]
-    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    runs = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
     assert len(runs) >= 2 and all(any(run.endswith(run_id) for run in runs) for run_id in ids)
     files = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/validation_*.json")
-    tables = [json.loads(file.read_text()) for file in files]
-    [with_images] = [table for table in tables if len(table["columns"]) > 5]
-    tables.remove(with_images)
+    tables = sorted((json.loads(file.read_text()) for file in files), key=lambda table: len(table["columns"]))
+    *plain, with_images = tables
     assert with_images["columns"][5:] == ["images", "tool_errors"] and with_images["data"][0][5:] == [None, None]
     assert with_images["data"][1][5:] == [["Image"], str(seen["tool_errors"])]
-    uploads = [file.read_bytes() for file in (tmp_path / "data").rglob("*") if file.is_file()]
+    uploads = [file.read_bytes() for file in (tmp_path / "uploads").rglob("*") if file.is_file()]
     assert (tmp_path / "images/a.jpg").read_bytes() in uploads
-    assert sorted(row[0] for table in tables for row in table["data"]) == [1] * 16 + [3] * 8
-    assert tables[0]["columns"] == ["step", "score", "prompt", "response", "ground_truth"]
-    assert all(table["data"][0][1:4:2] == [0.5, SAMPLES[0]["response"]] for table in tables)
-    _, score, prompt, response, _ = tables[0]["data"][1]
-    assert score is None and prompt == "\\ud83d" and response == "x" * 2000 + " … " + "x" * 2000
+    assert sorted(row[0] for table in plain for row in table["data"]) == [1] * 16 + [3] * 8
+    for table in plain:
+        assert table["columns"] == ["step", "score", "prompt", "response", "ground_truth"]
+        assert table["data"][0][1:4:2] == [0.5, SAMPLES[0]["response"]]
+        assert table["data"][1][1:4] == [None, "\\ud83d", "x" * 2000 + " … " + "x" * 2000]
 
 
-def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on(tmp_path, offline_wandb, capsys):
     tracker = Tracker(tmp_path, {}, trackers=("wandb", "tensorboard"), total_steps=3)
     tracker.log(STEP, 1)
     tracker.trackers["wandb"].close()  # its process ends
@@ -266,11 +253,11 @@ def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on(tmp_path, monkeypa
     tracker.samples(SAMPLES, 3)
     tracker.log(STEP, 3)
     assert [*tracker.trackers] == ["tensorboard"] and len(lines(tmp_path / "metrics.jsonl")) == 3
-    said = [line for line in capsys.readouterr().out.splitlines() if "--track" in line]
-    assert len(said) == 1 and re.match("note: --track wandb: step 2 was not logged: .+; it gets nothing more", said[0])
+    [said] = [line for line in capsys.readouterr().out.splitlines() if "--track" in line]
+    assert re.match("note: --track wandb: step 2 was not logged: .+; it gets nothing more", said)
     tracker.report()
     tracker.close()
-    assert said[0] in capsys.readouterr().out.splitlines()  # again, at the end
+    assert said in capsys.readouterr().out.splitlines()  # again, at the end
 
 
 def test_tensorboard(tmp_path):
@@ -408,19 +395,17 @@ def test_a_sample_has_the_prompt_that_the_model_read():
     read = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"][-5:]
     batch.batch["prompts"][0] = torch.tensor(read)
     columns = {"raw_prompt": [messages] * 2, "reward_model": [{"ground_truth": "6"}] * 2, "data_source": ["toy"] * 2}
-    columns |= {"multi_modal_data": [{}, {"image": ["one"]}], "raw_prompt_ids": [[], read[:4]]}
-    batch.non_tensor_batch |= {key: np.fromiter(values, object, count=2) for key, values in columns.items()}
+    media = {"multi_modal_data": [{}, {"image": ["one"]}], "raw_prompt_ids": [[], read[:4]]}
+    batch.non_tensor_batch |= {key: np.fromiter(values, object, count=2) for key, values in (columns | media).items()}
     assert prompt_texts(batch, tokenizer) == [tokenizer.decode(read), tokenizer.decode(read[:4])]
     del batch.non_tensor_batch["multi_modal_data"]
-    rows = sample_rows(batch, tokenizer, Path("none"))
-    assert rows[0]["prompt"] == tokenizer.decode(read) and rows[0]["score"] == 0
-    assert rows[1]["prompt"] == tokenizer.decode(batch.batch["prompts"][1][-3:])
+    texts = [row["prompt"] for row in sample_rows(batch, tokenizer, Path("none"))]
+    assert texts == [tokenizer.decode(read), tokenizer.decode(batch.batch["prompts"][1][-3:])]
 
 
 def test_curve(tmp_path):
     tracker = Tracker(tmp_path, {}, total_steps=60)
     tracker.curve()  # nothing logged yet
-    empty = np.asarray(Image.open(tmp_path / "curve.png").convert("RGB")).copy()
     rng = np.random.default_rng(0)
     for step in range(1, 61):
         reward, length = 1 - math.exp(-step / 20), 30 + step + 4 * rng.normal()
@@ -429,16 +414,14 @@ def test_curve(tmp_path):
             name = "val/toy/mean@4"
             tracker.log({name: reward, f"{name}/ci_low": reward - 0.05, f"{name}/ci_high": reward + 0.05}, step)
     tracker.log({"reward/mean": math.nan}, 60)
-    tracker.curve()
-    drawn = np.asarray(Image.open(tmp_path / "curve.png").convert("RGB"))
-    assert drawn.shape == empty.shape
-    half = drawn.shape[1] // 2
-    orange = (np.abs(drawn.astype(int) - (255, 127, 14)).sum(-1) < 30).nonzero()[1]
-    green = (np.abs(drawn.astype(int) - (44, 160, 44)).sum(-1) < 30).nonzero()[1]
-    assert len(orange) > 100 and orange.max() < half  # validation on the left
-    assert len(green) > 100 and green.min() > half  # length on the right
+    tracker.close()
+    drawn = np.asarray(Image.open(tmp_path / "curve.png").convert("RGB")).astype(int)
+    validation, length = (
+        (np.abs(drawn - color).sum(-1) < 30).nonzero()[1] for color in ((255, 127, 14), (44, 160, 44))
+    )
+    assert min(len(validation), len(length)) > 100
+    assert validation.max() < drawn.shape[1] // 2 < length.min()  # on the left, on the right
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"step": 61, "rew')  # the run is still writing, or was killed
     plot_curve(tmp_path / "metrics.jsonl", tmp_path / "other.png", "run")
     assert not list(tmp_path.glob("*.tmp"))
-    tracker.close()

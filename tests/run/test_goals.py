@@ -22,15 +22,15 @@ MEAN = "val/toy/arithmetic/mean@1"
 
 
 # ---- the bound -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("right, n", [(0, 1), (1, 1), (0, 30), (7, 30), (30, 30), (299, 1000)])
+@pytest.mark.parametrize("right, n", [(0, 1), (1, 1), (7, 30), (299, 1000)])
 def test_the_bound_of_zeros_and_ones_is_wilsons(right, n):
     """The roots pi of (p - pi)^2 = z^2 pi (1 - pi) / n. rtol 1e-9: numpy finds roots as eigenvalues."""
     z, p = 1.96, right / n
     expected = np.sort(np.roots([1 + z * z / n, -(2 * p + z * z / n), p * p]))
     low, high = confidence_interval([[1.0]] * right + [[0.0]] * (n - right))
     assert [low, high] == pytest.approx(expected, rel=1e-9, abs=1e-12) and 0 <= low <= p <= high <= 1
-    scores = confidence_interval([[1.0]] * right + [[-1.0]] * (n - right))  # math_dapo's
     if right < n:
+        scores = confidence_interval([[1.0]] * right + [[-1.0]] * (n - right))  # math_dapo's
         assert scores == pytest.approx((2 * low - 1, 2 * high - 1), abs=1e-12)
 
 
@@ -45,18 +45,16 @@ def test_the_bound_of_other_scores_is_by_standard_error():
 
 
 # ---- flags ---------------------------------------------------------------------------------------
+
+
 def test_an_expression_is_one_comparison():
-    several, numbers = ["val/x/mean@1", "a >= 1 and b >= 2", "a == 1"], ["a >= x", "a > 1e", "a >= inf", "a > 1e999"]
-    for text in [*several, *numbers, "val/x >= ", ">= 0.9"]:
-        with one_line("give one comparison such as"):
-            RunArgs(stop_when=text).check()
-
-
-def test_comparisons():
     for compare, holding in ((">=", [1, 2]), ("<=", [0, 1]), (">", [2]), ("<", [0])):
         condition = StopWhen.parse(f"reward/mean{compare}1e0")
         assert condition == ("reward/mean", compare, 1.0) and [x for x in range(3) if condition.holds(x)] == holding
         assert not condition.holds(float("nan"))
+    for text in "val/x/mean@1", "a >= 1 and b >= 2", "a == 1", "a > 1e", "a >= inf", "val/x >= ", ">= 0.9":
+        with one_line("give one comparison such as"):
+            RunArgs(stop_when=text).check()
 
 
 WITHOUT = {  # what is said, by the run's flags
@@ -68,22 +66,19 @@ WITHOUT = {  # what is said, by the run's flags
 
 @pytest.mark.parametrize("message", WITHOUT)
 @pytest.mark.parametrize("validation", [{}, {"val_files": ("x",), "val_every": 0, "val_before_train": False}])
-def test_a_run_without_validation_has_neither(message, validation, tmp_path):
-    run = RunArgs(output_dir=str(tmp_path), **WITHOUT[message])
-    args = grpo.Args(run=run, validation=ValidationArgs(**validation))
+def test_a_run_without_validation_has_neither(message, validation):
+    args = grpo.Args(run=RunArgs(**WITHOUT[message]), validation=ValidationArgs(**validation))
     args.model.model, args.data.train_files = TOY_MODEL, (str(ROOT / "data/toy/val.jsonl"),)
-    with pytest.raises(InputError, match=message):
+    with one_line(message):
         args.run.check()
         args.check()
 
 
 def test_a_metric_that_never_appears_is_named_with_those_near_it():
     goals = Goals(RunArgs(stop_when="val/toy/mean@4 > 0", keep_best="val/toy/mean@4"))
-    row = {"val/toy/mean@1": 0.5, "val/toy/mean@1/lower_bound": 0.4, "val/unscored": 0}
-    near = "no such metric of validation; near: val/toy/mean@1"
     assert goals.reached({"reward/mean": 1.0, "training/rows_in": 8}) is None  # no validation yet
-    with pytest.raises(InputError, match=f"--keep-best val/toy/mean@4: {near}"):
-        goals.better(None, 1, row)
+    with one_line("--keep-best val/toy/mean@4: no such metric of validation; near: val/toy/mean@1, "):
+        goals.better(None, 1, {"val/toy/mean@1": 0.5, "val/toy/mean@1/lower_bound": 0.4, "val/unscored": 0})
 
 
 @pytest.mark.parametrize("name", ["reward/mena", "agent/failures/timeout", "val/toy/tool_bonus/mean@1"])
@@ -99,18 +94,15 @@ def test_a_run_goes_on_without_a_metric_that_only_some_steps_have(name, capsys):
         assert goals.reached(training | rows | {name: 0.25}) == 0.25 and goals.reached(training | rows) is None
 
 
-@pytest.mark.parametrize("name", ["val/toi/mean@1", "val/toy/mean@2", "val/toy/acc/mean@4", "val/toy/pass@4"])
-def test_a_mean_that_no_validation_has_is_refused_before_a_model_loads(name):
-    for flag, run in ({"--keep-best": RunArgs(keep_best=name), "--stop-when": RunArgs(stop_when=f"{name}<1")}).items():
-        said = f"{flag} .*{name}.*: no such metric of validation; near: .*val/toy/mean@1"
-        with pytest.raises(InputError, match=said):
-            check_names(run, {"toy": 1, "other/data": 4})
-
-
-def test_a_mean_that_a_validation_may_have_passes():
-    for name in ("val/toy/mean@1", "val/toy/acc/mean@1", "val/other/data/mean@4", "val/other/data/pass@2"):
-        check_names(RunArgs(keep_best=name, stop_when=f"{name}/ci_low > 0.5"), {"toy": 1, "other/data": 4})
-    check_names(RunArgs(stop_when="val/unscored > 0"), {"toy": 1})
+def test_a_mean_that_no_validation_has_is_refused_before_a_model_loads():
+    samples = {"toy": 1, "other/data": 4}
+    for name in "val/toi/mean@1", "val/toy/mean@2", "val/toy/acc/mean@4", "val/toy/pass@4":
+        for flag in {"keep_best": name}, {"stop_when": f"{name}<1"}:
+            with one_line(f"{name}.*: no such metric of validation; near: .*val/toy/mean@1"):
+                check_names(RunArgs(**flag), samples)
+    for name in "val/toy/mean@1", "val/toy/acc/mean@1", "val/other/data/mean@4", "val/other/data/pass@2":
+        check_names(RunArgs(keep_best=name, stop_when=f"{name}/ci_low > 0.5"), samples)
+    check_names(RunArgs(stop_when="val/unscored > 0"), samples)
 
 
 # ---- the best checkpoint -------------------------------------------------------------------------
@@ -118,14 +110,13 @@ def part_of_run(world, folder: Path, bounds: dict[int, float | None], flags: dic
     """Steps whose validations have these bounds (None: not validated): [checkpoints, best] after each."""
     how = {"keep_best": MEAN, "keep_checkpoints": 2, "save_every": 2, "export_model": False, "stage_timeout": 0}
     how |= {"output_dir": str(folder), "total_steps": max(bounds)} | flags
-    run = open_run(grpo.Args(run=RunArgs(**how)), world, grpo.__file__)
+    run, seen = open_run(grpo.Args(run=RunArgs(**how)), world, grpo.__file__), []
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     how = {"scheduler": scheduler, "loss_scale": None, "host_state": None}
     models = {"m": SimpleNamespace(module=module, optimizer=optimizer, **how)}
     run.load(models, {})
-    seen = []
     for step in run.steps():
         run.tracker.log({"reward/mean": 0.0, "training/rows_in": 1}, step)
         if (bound := bounds[step]) is not None:

@@ -14,11 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
@@ -28,7 +27,6 @@ import torch
 import grpo
 import lib.run.lock as lock_module
 import lib.run.opening as opening_module
-import lib.run.run as run_module
 from lib import InputError, setup
 from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, changed_flags, marked
@@ -56,7 +54,6 @@ from tests.common import (
     one_line,
     ran,
     rollouts,
-    run_ranks,
     wait_until,
     with_slow,
 )
@@ -128,52 +125,42 @@ def test_a_run_goes_on_from_its_newest_checkpoint_only(source, copied):
 
 def _killed_in_cut_logs(run: Path, moment: int) -> None:
     """At the n-th of the operations that others can see, with kill -9."""
+    left = iter(range(moment))
 
     def counted(operation):
-        def wrapper(*args):
-            nonlocal moment
-            moment -= 1
-            if moment < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return operation(*args)
-
-        return wrapper
+        return lambda *args: operation(*args) if next(left, None) is not None else os.kill(os.getpid(), signal.SIGKILL)
 
     Path.unlink, Path.replace = counted(Path.unlink), counted(Path.replace)
     cut_logs(run, 1)
 
 
 def test_a_cut_that_is_killed_is_finished_by_the_next_start(source, tmp_path, capsys):
-    """And with it goes the line in which the run was killed."""
-    whole, moments = metrics(source[0] / "run"), 0
-    while True:
-        run = tmp_path / str(moments)
+    """And with it goes the line in which the run was killed. It unlinks or replaces five files."""
+    for moment in range(6):
+        run = tmp_path / str(moment)
         shutil.copytree(source[0] / "run", run)
         for name in ("metrics.jsonl", "samples.jsonl"):
             with (run / name).open("a") as file:
                 file.write('{"step": 3, "x": 0.')
-        process = FORK.Process(target=_killed_in_cut_logs, args=(run, moments))
+        process = FORK.Process(target=_killed_in_cut_logs, args=(run, moment))
         process.start()
         process.join()
+        assert process.exitcode == (-signal.SIGKILL if moment < 5 else 0)
         assert steps_of(run) == [1, 2, 3, 4]
         cut_logs(run, 1)
-        assert metrics(run) == whole[:1] and not (run / "samples.jsonl").read_text()
+        assert metrics(run) == metrics(source[0] / "run")[:1] and not (run / "samples.jsonl").read_text()
         assert (run / "samples.jsonl").stat().st_mode & 0o077 == 0
         assert {step for step, *_ in rollouts(run)} == {1}
         capsys.readouterr()
         cut_logs(run, 1)
         assert capsys.readouterr().out == ""
-        if process.exitcode == 0:
-            break
-        moments += 1
-    assert moments == 5  # two logs, three steps' samples
 
 
-def test_a_config_that_no_run_has_written_is_one_line(tmp_path):
-    for text in ("", "{", "[1]", '"x"'):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(InputError, match=r"config\.json: not a JSON object"):
-            read_json(tmp_path / "config.json")
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_config_that_no_run_has_written_is_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with one_line(r"config\.json: not a JSON object"):
+        read_json(tmp_path / "config.json")
 
 
 def test_another_runs_checkpoint_starts_a_new_run_and_overwrites_none(source, copied):
@@ -197,17 +184,14 @@ def test_another_runs_checkpoint_starts_a_new_run_and_overwrites_none(source, co
 
 
 # ---- checkpoints that were moved or renamed ------------------------------------------------------
-def moved(checkpoint: Path, to: Path) -> None:
-    """To another disk, with a link in its place that starts from the link's own folder."""
-    shutil.move(checkpoint, to)
-    checkpoint.symlink_to(os.path.relpath(to, checkpoint.parent))
 
 
 def test_a_checkpoint_that_is_a_link_to_another_disk_is_the_runs_own(source, copied):
     folder, args = copied
     link, disk = folder / "run/checkpoints/step_000004", folder / "disk/kept"
     disk.parent.mkdir()
-    moved(link, disk)
+    link.rename(disk)
+    link.symlink_to("../../disk/kept")
     for resume in ("auto", str(link), str(disk)):
         assert find_checkpoint(resume, folder / "run") == link
     (folder / "run/checkpoints/step_000005").symlink_to("disk_that_is_gone")
@@ -310,11 +294,15 @@ def test_another_script_needs_consent_and_flags_that_come_or_go_are_reported(cop
     assert f"{folder}/run/checkpoints/step_000004:\n{changes[:200]}" in done.stdout
 
 
-@pytest.mark.parametrize("changed", ["mine", "reward", "rows", "tool", "user", "documents", None])
+FLAG_OF = {"mine": "script", "reward": "reward", "rows": "dataset_class"}
+FLAG_OF |= dict.fromkeys(("tool", "user", "documents"), "multi_turn")
+
+
+@pytest.mark.parametrize("changed", FLAG_OF)
 def test_code_that_changed_in_its_place_needs_consent(tmp_path, changed, monkeypatch):
     """The script, and what flags name: the diff is known, without secrets."""
     monkeypatch.setenv("MY_API_KEY", "correct-horse")
-    files = {name: tmp_path / f"{name}.py" for name in ("mine", "reward", "rows", "tool", "user", "documents")}
+    files = {name: tmp_path / f"{name}.py" for name in FLAG_OF}
     for name, file in files.items():
         file.write_text(f"{name} = 1\n")
     args = grpo.Args(data=DataArgs(dataset_class=f"{files['rows']}:Rows"))
@@ -323,19 +311,15 @@ def test_code_that_changed_in_its_place_needs_consent(tmp_path, changed, monkeyp
     args.multi_turn.interaction = f"gym:{files['user']}:User"
     checkpoint = tmp_path / "run/checkpoints/step_000001"
     checkpoint.mkdir(parents=True)
-    before = describe_run(args, files["mine"]) | {"start": 1}
+    before, code = describe_run(args, files["mine"]) | {"start": 1}, code_files(args, files["mine"])
     (checkpoint / "config.json").write_text(json.dumps(before))
-    write_start(tmp_path / "run/starts/1", code_files(args, files["mine"]), "", {})
+    write_start(tmp_path / "run/starts/1", code, "", {})
+    assert code_changes(checkpoint, code) == "" and compare(checkpoint, before, args, set()) == {}
 
-    if changed:
-        files[changed].write_text(f"{changed} = 2  # correct-horse\n")
-    now, code = describe_run(args, files["mine"]), code_files(args, files["mine"])
-    diff = code_changes(checkpoint, code)
-    if changed is None:
-        assert diff == "" and compare(checkpoint, now, args, set()) == {}
-        return
+    files[changed].write_text(f"{changed} = 2  # correct-horse\n")
+    now, diff = describe_run(args, files["mine"]), code_changes(checkpoint, code)
     assert f"\n-{changed} = 1\n+{changed} = 2  # ***\n" in diff and diff.count("@@") == 2
-    flag = {"mine": "script", "reward": "reward", "rows": "dataset_class"}.get(changed, "multi_turn")
+    flag = FLAG_OF[changed]
     with pytest.raises(InputError, match=f"holds (other|something else).*--resume-override {flag}"):
         compare(checkpoint, now, args, set())
     assert list(compare(checkpoint, now, args, {flag})) == [flag]
@@ -344,30 +328,30 @@ def test_code_that_changed_in_its_place_needs_consent(tmp_path, changed, monkeyp
 def test_a_resume_compares_the_engines_that_auto_has_become(tmp_path):
     """Of the checkpoint, too, and one of a time before auto has none in `effective`."""
 
-    def config(engine: str, became: str = "") -> dict:
+    def config(engine: str, became: str = "", **effective) -> dict:
         args.rollout.rollout_engine, args.rollout.auto_engine = engine, became
-        return describe_run(args, Path(grpo.__file__)) | {"effective": {"rollout_engine": args.rollout.engine}}
+        effective = {"rollout_engine": args.rollout.engine} | effective
+        return describe_run(args, Path(grpo.__file__)) | {"effective": effective}
 
-    args, checkpoint = grpo.Args(), tmp_path / "run/checkpoints/step_000001"
-    checkpoint.mkdir(parents=True)
-    on_vllm = config("auto", "vllm")
+    def compared(before: dict, now: dict, *overrides: str) -> dict:
+        (tmp_path / "config.json").write_text(json.dumps(before))
+        return compare(tmp_path, now, args, set(overrides))
+
+    args = grpo.Args()
+    on_vllm, on_hf = config("auto", "vllm"), [config("auto", "hf"), config("hf")]
     assert on_vllm["rollout_engine"] == "auto"
-    for before, same, other in (
-        (on_vllm, [on_vllm, config("vllm"), config("http://a:8000")], [config("auto", "hf"), config("hf")]),
-        (config("hf") | {"effective": {}}, [config("auto", "hf"), config("hf")], [on_vllm]),
-    ):
-        (checkpoint / "config.json").write_text(json.dumps(before))
-        assert [compare(checkpoint, now, args, set()) for now in same] == [{}] * len(same)
-        was, now = ("vllm", "hf") if other[0] is not on_vllm else ("hf", "vllm")
-        for changed in other:
-            with pytest.raises(InputError, match=f"--rollout-engine was {was}, is {now}. Undo it"):
-                compare(checkpoint, changed, args, set())
-            assert compare(checkpoint, changed, args, {"rollout_engine"}) == {"rollout_engine": [was, now]}
-    chosen = {"micro_batch_tokens": 16384, "gradient_checkpointing": "off"}  # which may change
-    on_cpu, on_gpu = (config("hf") | {"effective": chosen | more} for more in ({}, {"micro_batch_tokens": 32768}))
-    (checkpoint / "config.json").write_text(json.dumps(on_cpu))
-    assert compare(checkpoint, on_cpu, args, set()) == {}
-    assert compare(checkpoint, on_gpu, args, set()) == {"micro_batch_tokens": [16384, 32768]}
+    for now in on_vllm, config("vllm"), config("http://a:8000"):
+        assert compared(on_vllm, now) == {}
+    before_auto = config("hf") | {"effective": {}}
+    for now in on_hf:
+        assert compared(before_auto, now) == {}
+        with one_line("--rollout-engine was vllm, is hf. Undo it"):
+            compared(on_vllm, now)
+        assert compared(on_vllm, now, "rollout_engine") == {"rollout_engine": ["vllm", "hf"]}
+    with one_line("--rollout-engine was hf, is vllm. Undo it"):
+        compared(before_auto, on_vllm)
+    on_cpu, on_gpu = (config("hf", micro_batch_tokens=n) for n in (16384, 32768))  # which may change
+    assert compared(on_cpu, on_cpu) == {} and compared(on_cpu, on_gpu) == {"micro_batch_tokens": [16384, 32768]}
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "remax", "dapo"])
@@ -385,57 +369,52 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def checkout(folder: Path) -> dict[str, Path]:
-    """A repository with a script, whose starts git ignores: {its name: its path}."""
-    (folder / "mine.py").write_text("first = 1\n")
-    (folder / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "starts\n")
+@pytest.fixture
+def script(tmp_path) -> dict[str, Path]:
+    """{name: path} of a script in a repository, whose starts git ignores."""
+    (tmp_path / "mine.py").write_text("first = 1\n")
+    (tmp_path / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "starts\n")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        git(folder, *words)
-    return {"mine.py": folder / "mine.py"}
+        git(tmp_path, *words)
+    return {"mine.py": tmp_path / "mine.py"}
 
 
-def test_each_start_keeps_what_ran(tmp_path, monkeypatch):
+def test_each_start_keeps_what_ran(script, tmp_path, monkeypatch):
     """Of a checkout of git also what differs from its commit; a key of the environment is redacted."""
     monkeypatch.setenv("MY_API_KEY", "correct-horse")
-    (tmp_path / "mine.py").write_text("first = 1\n")
     flags = {"lr": [1.0, 1e-6], "x": ["correct-horse", ""]}
-    write_start(tmp_path / "starts/1", {"mine.py": tmp_path / "mine.py"}, "python mine.py --lr 1", flags)
-    script = checkout(tmp_path)
+    write_start(tmp_path / "starts/1", script, "python mine.py --lr 1", flags)
     script["mine.py"].write_text("first = 2  # correct-horse\n")
-    (tmp_path / "new.py").write_text("")
+    for number in range(3000):
+        (tmp_path / f"{number:0100}").touch()
+    (tmp_path / ".venv-trl").mkdir()
+    (tmp_path / ".venv-trl/new").touch()
+    (tmp_path / ".venv").symlink_to(".venv-trl")
     write_start(tmp_path / "starts/2", script, "python mine.py", {})
     first, second = (json.loads((tmp_path / f"starts/{n}/start.json").read_text()) for n in (1, 2))
     assert (tmp_path / "starts/1/mine.py").read_text() == "first = 1\n"
-    assert first["command"] == "python mine.py --lr 1" and first["commit"] is None
+    assert first["command"] == "python mine.py --lr 1" and first["untracked"] == []
     assert first["flags"]["lr"] == [1.0, 1e-6] and "correct-horse" not in str(first)
     assert "CPU cores" in first["machine"]
     found = reversed([*importlib.metadata.distributions()])  # the first on the path counts
     installed = {package.metadata["Name"]: package.version for package in found}
     assert first["packages"] == installed and "torch" in installed
-    assert second["commit"] == git(tmp_path, "rev-parse", "HEAD") and second["untracked"] == ["new.py"]
+    assert second["commit"] == git(tmp_path, "rev-parse", "HEAD")
+    assert second["untracked"] == [f"{number:0100}" for number in range(50)]
     diff = tmp_path / "starts/2/diff.patch"
     assert "-first = 1" in diff.read_text() and "correct-horse" not in diff.read_text()
     assert diff.stat().st_mode & 0o077 == 0 and not (tmp_path / "starts/1/diff.patch").exists()
 
 
-def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeypatch):
-    """Thousands of untracked files, a git that hangs."""
-    script = checkout(tmp_path)
-    for folder, number in (("new", 3000), (".venv-trl", 5)):
-        (tmp_path / folder).mkdir()
-        for i in range(number):
-            (tmp_path / folder / f"{i:0100}").touch()
-    (tmp_path / ".venv").symlink_to(".venv-trl")
+def test_a_start_without_git_and_one_whose_git_hangs(script, tmp_path, monkeypatch):
+    shutil.rmtree(tmp_path / ".git")
     write_start(tmp_path / "starts/1", script, "", {})
-    start = json.loads((tmp_path / "starts/1/start.json").read_text())
-    assert start["untracked"] == [f"new/{i:0100}" for i in range(50)]
-
+    assert json.loads((tmp_path / "starts/1/start.json").read_text())["commit"] is None
     monkeypatch.setattr(opening_module, "GIT_S", 0.01)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/git").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "bin/git").chmod(0o755)
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "git").chmod(0o755)
     monkeypatch.setattr(opening_module, "_commit", lambda folder: "abc")
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     write_start(tmp_path / "starts/2", script, "", {})
     assert "took longer" in (tmp_path / "starts/2/diff.patch").read_text()
 
@@ -443,40 +422,35 @@ def test_a_start_record_is_short_whatever_lies_in_the_checkout(tmp_path, monkeyp
 def test_config_json_says_what_takes_effect(tmp_path, one_rank, capsys):
     """Of flags that are left to the run: here the correction of --async-level, which no flag names."""
     args = grpo.Args(run=RunArgs(run_name="run", output_dir=str(tmp_path), export_model=False))
-
-    def effective(**changed):
-        for name, value in changed.items():
-            setattr(args, name, value)
-        return setup.check(args, WORLD.device).effective
-
-    on_policy = {"rollout_engine": "hf", "compute_dtype": "float32", "attn_implementation": "packed_sdpa"}
-    on_policy |= {"old_log_probs": "not needed", "sharding": "zero1"}
-    assert effective() == on_policy | {"rollout_correction": "none"}
+    expected = {"rollout_engine": "hf", "compute_dtype": "float32", "attn_implementation": "packed_sdpa"}
+    expected |= {"old_log_probs": "not needed", "sharding": "zero1", "rollout_correction": "none"}
+    assert setup.check(args, WORLD.device).effective == expected
     args.rollout.async_level = 1
+    ahead = setup.check(args, WORLD.device).effective
     correction = {"level": "token", "bounds": (0, 2)}
-    ahead = on_policy | {"old_log_probs": "recompute", "rollout_correction": correction}
-    assert effective() == ahead
-    assert effective(loss_agg_mode="seq-mean-token-sum-norm")["loss_scale_factor"] == args.rollout.max_response_length
+    assert ahead == expected | {"old_log_probs": "recompute", "rollout_correction": correction}
     open_run(args, one_rank, grpo.__file__, ahead).locks.close()
     saved = json.loads((tmp_path / "run/config.json").read_text())["effective"]
     assert saved["rollout_correction"] == {"level": "token", "bounds": [0, 2]} and saved["old_log_probs"] == "recompute"
     printed = capsys.readouterr().out
     assert "--old-log-probs recompute" in printed and "'level': 'token', 'bounds': (0, 2)}" in printed
+    args.loss_agg_mode = "seq-mean-token-sum-norm"
+    assert setup.check(args, WORLD.device).effective["loss_scale_factor"] == args.rollout.max_response_length
 
 
 def test_flags_that_differ_from_their_defaults():
     """A script of one's own may have flags without a default."""
 
     @dataclass
-    class Args(importlib.import_module("grpo").Args):
+    class Args(grpo.Args):
         teacher: str = field(kw_only=True)
 
     args = Args(teacher="t", clip_ratio_low=0.3)
     args.optimizer.lr, args.multi_turn.max_turns = 0.5, 2
     lr = Args(teacher="").optimizer.lr
     expected = {"teacher": ["t", ""], "lr": [0.5, lr], "clip_ratio_low": [0.3, 0.2], "multi_turn.max_turns": [2, 8]}
-    assert changed_flags(args) == expected
-    assert "lr" not in changed_flags(args, lr=0.5) and changed_flags(args, lr=args.default_lr)["lr"] == [0.5, 1e-6]
+    assert changed_flags(args) == expected and changed_flags(args, lr=1e-6) == expected | {"lr": [0.5, 1e-6]}
+    assert "lr" not in changed_flags(args, lr=0.5)
 
 
 # ---- one writer ----------------------------------------------------------------------------------
@@ -487,6 +461,12 @@ def test_names_that_were_not_given_are_each_runs_own(monkeypatch):
     assert len(names) == 100 and all(name.startswith("grpo-s1-20260101-120000-") for name in names)
 
 
+def in_fork(function, *args) -> multiprocessing.Process:
+    process = FORK.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
 def _second_start(folder: Path) -> None:
     lock_module.PATIENCE_S = 0
     with contextlib.suppress(InputError):
@@ -494,28 +474,20 @@ def _second_start(folder: Path) -> None:
         os._exit(3)
 
 
-def _opens_slowly(world: World, folder: Path) -> list[int]:
-    """How second starts end that come while the first still looks at what there is."""
-    args = importlib.import_module("grpo").Args()
-    args.run.output_dir, args.run.run_name, args.run.record = str(folder), "run", str(folder / "kept")
-    find, ends = opening_module.find_checkpoint, []
+def test_a_second_start_at_the_same_moment_gets_neither_the_folder_nor_the_recording(tmp_path, one_rank, monkeypatch):
+    """It comes while the first still looks at what there is."""
+    run = RunArgs(output_dir=str(tmp_path), run_name="run", record=str(tmp_path / "kept"))
+    find, seconds = opening_module.find_checkpoint, []
 
     def find_slowly(*given):
-        for name in ("run", "kept"):
-            second = FORK.Process(target=_second_start, args=(folder / name,))
-            second.start()
+        seconds.extend(in_fork(_second_start, tmp_path / name) for name in ("run", "kept"))
+        for second in seconds:
             second.join()
-            ends.append(second.exitcode)
         return find(*given)
 
-    opening_module.find_checkpoint = find_slowly
-    open_run(args, world, str(ROOT / "grpo.py"))
-    return ends
-
-
-def test_a_second_start_at_the_same_moment_gets_neither_the_folder_nor_the_recording(tmp_path):
-    [ends] = run_ranks(1, _opens_slowly, tmp_path)
-    assert ends == [0, 0]
+    monkeypatch.setattr(opening_module, "find_checkpoint", find_slowly)
+    open_run(grpo.Args(run=run), one_rank, grpo.__file__).locks.close()
+    assert [second.exitcode for second in seconds] == [0, 0]
 
 
 def _hold(folder: Path, ready) -> None:
@@ -527,18 +499,16 @@ def _hold(folder: Path, ready) -> None:
 def test_one_process_has_the_folder_until_it_ends_also_by_kill_9(tmp_path, monkeypatch):
     """A new start waits a while for the old process to end."""
     ready, folder = FORK.Event(), tmp_path / "run"
-    holder = FORK.Process(target=_hold, args=(folder, ready), daemon=True)
-    holder.start()
+    holder = in_fork(_hold, folder, ready)
     ready.wait()
-    in_use = rf"in use by pid {holder.pid} on .* since 20.*: end that run first.*gone for good, delete {folder}/.lock\)"
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=in_use):
+    with (
+        monkeypatch.context() as patch,
+        one_line(rf"in use by pid {holder.pid} on .* since 20.*: end that run first.*delete {folder}/.lock\)"),
+    ):
         patch.setattr(lock_module, "PATIENCE_S", 0)
         take_lock(folder)
-    killer = FORK.Process(target=lambda: (time.sleep(0.5), os.kill(holder.pid, signal.SIGKILL)))
-    killer.start()
+    threading.Timer(0.5, holder.kill).start()
     take_lock(folder).close()
-    killer.join()
-    holder.join()
 
 
 def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, capsys):
@@ -594,14 +564,6 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, one_rank):
         open_run(args, one_rank, grpo.__file__)
     open_run(args, one_rank, grpo.__file__).locks.close()
     assert [*(tmp_path / "run/starts").iterdir()]
-
-
-def test_the_last_checkpoint_is_written_before_the_export(tmp_path, monkeypatch):
-    """A full disk may end the run there, at once."""
-    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), WORLD, None)
-    run._saving = ThreadPoolExecutor(1).submit(time.sleep, 0.2)
-    monkeypatch.setattr(run_module, "export_hf", lambda *_: [] if run._saving.done() else pytest.fail("too early"))
-    run.export(SimpleNamespace(forward=SimpleNamespace(compute_dtype=torch.float32), module=None), None)
 
 
 def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):

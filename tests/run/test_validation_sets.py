@@ -4,12 +4,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from lib import InputError
 from lib.args import RolloutArgs, ValidationArgs
 from lib.run.validation import check_sources
-from tests.common import ROOT, SMALL, fork, ran
+from tests.common import ROOT, SMALL, fork, one_line, ran
 
 PER_FILE = ["--val-samples", "2", "1", "--val-temperature", "1.5", "0", "--val-kwargs", "max_response_length=3,40"]
 PER_FILE += ["--max-val-samples", "5"]
@@ -72,11 +69,11 @@ def test_one_value_is_for_all_files():
 
 
 def test_errors_name_the_flag():
-    with pytest.raises(InputError, match="--val-samples has 2 values for 3 --val-files: give one for all"):
+    with one_line("--val-samples has 2 values for 3 --val-files: give one for all"):
         ValidationArgs(val_files=("a", "b", "c"), val_samples=(1, 2)).check()
-    with pytest.raises(InputError, match="--val-samples 4 are all the same at --val-temperature 0"):
+    with one_line("--val-samples 4 are all the same at --val-temperature 0"):
         ValidationArgs(val_files=("a", "b"), val_samples=(1, 4), val_temperature=(1.0, 0.0)).check()
     data = SimpleNamespace(data_sources=frozenset({"x"}))
     sets = ValidationArgs(val_files=("a", "b"), val_samples=(1, 4), val_temperature=(1.0,)).sets()
-    with pytest.raises(InputError, match="--val-files: a and b both have data_source 'x'"):
+    with one_line("--val-files: a and b both have data_source 'x'"):
         check_sources([(own, data) for own in sets])

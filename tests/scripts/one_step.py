@@ -153,43 +153,37 @@ class StubScorers:
         pass
 
 
-class StubRewardModel:
-    def __init__(self, coef: float):
-        self.coef = coef
-
+class StubRewardModel(SimpleNamespace):
     def scores(self, batch, tokenizer):
         values = [row.reward_model for row in batch.non_tensor_batch["row"]]
         return DataProto.from_dict({"scores": torch.tensor(values, dtype=torch.float64)})
 
 
 def as_batch(rows: list[Row], multi_turn: bool = False) -> DataProto:
-    prompts = torch.tensor([row.prompt for row in rows])
-    responses = torch.tensor([row.response + [0] * (T - len(row.response)) for row in rows])
+    def padded(name: str, dtype: torch.dtype) -> torch.Tensor:
+        columns = [list(getattr(row, name)) for row in rows]
+        return torch.tensor([column + [0] * (T - len(column)) for column in columns], dtype=dtype)
+
+    prompts, responses = torch.tensor([row.prompt for row in rows]), padded("response", torch.long)
     present = torch.tensor([[t < len(row.response) for t in range(T)] for row in rows]).long()
     attention = torch.cat([torch.ones_like(prompts), present], 1)
-    pad = lambda name, dtype: torch.tensor(  # noqa: E731
-        [list(getattr(row, name)) + [0] * (T - len(getattr(row, name))) for row in rows], dtype=dtype
-    )
     tensors = {
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], 1),
         "attention_mask": attention,
         "position_ids": attention.cumsum(1) - 1,
-        "response_mask": pad("sampled", torch.long),
-        "rollout_log_probs": pad("rollout_log_probs", torch.float64),
+        "response_mask": padded("sampled", torch.long),
+        "rollout_log_probs": padded("rollout_log_probs", torch.float64),
         "policy_version": torch.zeros(len(rows), dtype=torch.long),
     }
     if multi_turn:
-        tensors["turn_rewards"] = pad("turn_rewards", torch.float64)
-        tensors["anchor_states"] = pad("anchor_states", torch.long)
-        tensors["turn_numbers"] = pad("turn_numbers", torch.long)
-    uids = np.array([row.uid for row in rows], object)
-    reasons = np.array(["length" if row.truncated else "stop" for row in rows], object)
-    own = np.empty(len(rows), object)
-    own[:] = rows
-    batch = DataProto.from_dict(tensors, {"uid": uids, "finish_reason": reasons, "row": own})
-    return batch
+        tensors["turn_rewards"] = padded("turn_rewards", torch.float64)
+        tensors |= {name: padded(name, torch.long) for name in ("anchor_states", "turn_numbers")}
+    reasons = ["length" if row.truncated else "stop" for row in rows]
+    columns = {"uid": [row.uid for row in rows], "finish_reason": reasons, "row": rows}
+    objects = {name: np.fromiter(values, object, count=len(rows)) for name, values in columns.items()}
+    return DataProto.from_dict(tensors, objects)
 
 
 def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: list[Row] = ()):
@@ -215,7 +209,7 @@ def run_script(script, args, steps: list[list[list[Row]]], world: World, pool: l
         critic=lambda name, *_: trained(Critic, name),
         reference=lambda actor: Reference(modules["reference"], forward),
     )
-    model = StubRewardModel(args.reward.reward_model_coef) if args.reward.reward_model else None
+    model = StubRewardModel(coef=args.reward.reward_model_coef) if args.reward.reward_model else None
     rewards = Rewards(StubScorers(), model, args.multi_turn.reward_coef)
     left_over = DataProto()
     if pool:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,7 +90,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "clock": turn_the_clock,
 }
 STRIKER = """
-import json, os, runpy, sys
+import runpy, sys
 sys.path.insert(0, {root!r})
 from tests.scripts.test_faults import strike_at
 strike_at({fault!r}, {rank})
@@ -117,7 +117,7 @@ def strike_at(fault: tuple, rank: int) -> None:
 
 
 # ---- outside -------------------------------------------------------------------------------------
-def start(name: str, folder: Path, fault: Fault | None) -> subprocess.CompletedProcess:
+def start(name: str, folder: Path, fault: Fault | None = None) -> subprocess.CompletedProcess:
     script, ranks, flags = RUNS[name]
     program = str(ROOT / script)
     if fault is not None:
@@ -140,12 +140,10 @@ def check_end(done: subprocess.CompletedProcess, ranks: int) -> str:
     return said[0].partition(":")[0] if said else "terminated"
 
 
-def left_behind(folder: Path) -> list[str]:
+def left_behind(folder: Path) -> list:
     """Processes with the run's folder in their command line, and files that are half written."""
-    processes = [
-        p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())
-    ]
-    return [str(p) for p in processes] + [str(p) for p in (folder / "run").rglob("*.tmp")]
+    processes = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+    return [p for p in processes if str(folder) in " ".join(p or ())] + [*(folder / "run").rglob("*.tmp")]
 
 
 def play(seed: int, folder: Path, whole: Callable[[str], Path]) -> list[tuple[str, str]]:
@@ -153,7 +151,7 @@ def play(seed: int, folder: Path, whole: Callable[[str], Path]) -> list[tuple[st
     name, faults = schedule(seed)
     ranks = RUNS[name][1]
     endings = [(fault.kind, check_end(start(name, folder, fault), ranks)) for fault in faults]
-    ran(start(name, folder, None))
+    ran(start(name, folder))
     run, other = folder / "run", whole(name)
     rows = metrics(run)
     assert [row["step"] for row in rows] == [row["step"] for row in metrics(other)]
@@ -168,22 +166,22 @@ def play(seed: int, folder: Path, whole: Callable[[str], Path]) -> list[tuple[st
     return endings
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return unbroken(tmp_path_factory.mktemp("whole"))
-
-
 def unbroken(folder: Path) -> Callable[[str], Path]:
     """Gives a function: a run without faults, by its name."""
 
+    @cache
     def run_of(name: str) -> Path:
         own = folder / name.replace(" ", "_")
-        if not own.exists():
-            own.mkdir()
-            ran(start(name, own, None))
+        own.mkdir()
+        ran(start(name, own))
         return own / "run"
 
     return run_of
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return unbroken(tmp_path_factory.mktemp("whole"))
 
 
 SHORT = (6, 45, 68, 77, 94, 95, 110, 150, 168, 435)  # one fault each: all kinds, all runs, early and late

@@ -32,12 +32,12 @@ def test_the_parts_run(tmp_path):
     assert script.stdout.split() == ["-m", "benchmarks.gpu_check", *flags]
     printed = ran(fork_module("benchmarks.gpu_check", *flags)).stdout.splitlines()
     record = json.loads(output.read_text(), parse_constant=pytest.fail)
-    assert [*record["results"]] == [*run.PARTS]
+    assert [*record["results"]] == [*run.PARTS] and [*record["claims"]] == [*claims.CLAIMS]
+    assert all(said.startswith("not seen here") for [said] in record["claims"].values())
     found = {row["check"]: row for part in record["results"].values() for row in part}
     assert not [check for check, row in found.items() if row["ok"] is False]
     assert all(row["value"] is not None or row["why"] for row in found.values())
-    checked = {check for check, row in found.items() if row["ok"]}
-    assert checked >= {
+    assert {check for check, row in found.items() if row["ok"]} >= {
         "windows of 8, shared prompts, packed_sdpa bf16: gradient, relative",
         "gloo on the CPU: an update, two ranks against one, gradient",
         "load: weights and moments are those of the save",
@@ -45,15 +45,10 @@ def test_the_parts_run(tmp_path):
         "vLLM: k3 of the first rollout under the second weights",
     }
     assert found["windows of 8, varlen bf16"]["why"].startswith("needs a GPU")
-    assert [*record["claims"]] == [*claims.CLAIMS]
-    assert all(said.startswith("not seen here") for [said] in record["claims"].values())
-
-    assert printed[:10] == record["summary"] and printed[10] == "hardware"
-    assert "0 checks FAILED" in printed[0]
-    texts = ["CPU cores", f"torch {torch.__version__}", "tokens/s", "GiB, estimate", "hf, qwen2.5-0.5b, 4 rows: "]
-    texts += [", update ", "", "none", ""]
-    names = "hardware software update memory rollout stages parts failed claims".split()  # noqa: SIM905
-    for name, text, line in zip(names, texts, printed[1:10], strict=True):
+    assert printed[:10] == record["summary"] and printed[10] == "hardware" and "0 checks FAILED" in printed[0]
+    texts = {"hardware": "CPU cores", "software": f"torch {torch.__version__}", "update": "tokens/s"}
+    texts |= {"memory": "GiB, estimate", "rollout": "hf, qwen2.5-0.5b, 4 rows: ", "stages": ", update ", "parts": ""}
+    for (name, text), line in zip((texts | {"failed": "none", "claims": ""}).items(), printed[1:10], strict=True):
         assert line.split()[0] == name and text in line
 
 
@@ -104,8 +99,7 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(check, monkeypatch):
 
     def hangs(options, device):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        child = subprocess.Popen(["sleep", "1000"])
-        yield rows.row("before", child.pid, "")
+        yield rows.row("before", subprocess.Popen(["sleep", "1000"]).pid, "")
         time.sleep(1000)
 
     def partly(options, device):
@@ -120,9 +114,8 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(check, monkeypatch):
     monkeypatch.setitem(sys.modules, "benchmarks.gpu_check.saves", None)  # its import fails, as without a package
     parts = {"numerics": breaks, "scripts": crashes, "ranks": hangs, "memory": partly, "update": no_number}
     code, printed, record = check(parts, "saves")
-    assert code == 1
-    assert "broken kernel" in printed and "scripts died with SIGSEGV" in printed
-    assert "ranks did not end in 1 s" in printed and "G8   confirmed: slow" in printed
+    said = ["broken kernel", "scripts died with SIGSEGV", "ranks did not end in 1 s", "G8   confirmed: slow"]
+    assert code == 1 and all(text in printed for text in said)
     results = record["results"]
     verdicts = [[row["ok"] for row in part] for part in results.values()]
     assert verdicts == [[None, False], [False], [None, False], [None, False, True], [False], [False]]
@@ -131,8 +124,7 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(check, monkeypatch):
     [loss] = results["update"]
     assert (loss["value"], loss["why"], loss["of"]) == (None, "the value is nan", {"a": ["inf"]})
     assert record["claims"]["G9"] == ["not seen here: this was a CPU"]
-    child = results["ranks"][0]["value"]
-    assert not is_alive(child)
+    assert not is_alive(results["ranks"][0]["value"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -241,15 +233,17 @@ def test_wheels_are_what_the_scripts_import_and_what_that_requires(monkeypatch):
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_all_parts_run_with_torch_transformers_and_our_wheels(tmp_path, python):
     """torch 2.11 and transformers 5.17. The environment is kept; without network and without it the test is skipped."""
-    if subprocess.run([f"python{python}", "-c", ""], capture_output=True).returncode:
+    if not shutil.which(f"python{python}"):
         pytest.skip(f"no python{python} here")
     venv, folder = ROOT / f".venv-gpu-machine-{python}", ROOT / f".venv-gpu-machine-{python}/wheels"
-    its = str(venv / "bin/python")
+    its, has = str(venv / "bin/python"), ["torch==2.11.0", "transformers==5.17.0", "accelerate", "numpy"]
+    has += ["safetensors", "tokenizers"]
     if not folder.exists():
-        if not venv.exists():
-            ran(subprocess.run([f"python{python}", "-m", "venv", str(venv)], capture_output=True, text=True))
-        has = ["torch==2.11.0", "transformers==5.17.0", "accelerate", "numpy", "safetensors", "tokenizers"]
-        for command in ([its, "-m", "pip", "install", "-q", *has], [SCRIPT, "--wheels", tmp_path / "wheels", python]):
+        for command in (
+            [f"python{python}", "-m", "venv", str(venv)],
+            [its, "-m", "pip", "install", "-q", *has],
+            [SCRIPT, "--wheels", tmp_path / "wheels", python],
+        ):
             done = subprocess.run(command, capture_output=True, text=True)
             if "No matching distribution" in done.stderr:
                 pytest.skip("no network")

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import dapo
 import grpo
-import remax
 from lib import core_algos
 from tests.common import ROOT, SMALL, TOY_MODEL, fork, metrics, ran, skip_without_vllm
 
@@ -60,36 +58,10 @@ def test_a_run_with_vllm_trains_on_what_was_sampled(tmp_path):
 
 
 # ---- flags ---------------------------------------------------------------------------------------
-def test_groups_without_signal_move_nothing(tmp_path):
-    """All get the same reward: neither the entropy bonus nor the KL may act on them."""
-    (tmp_path / "same.py").write_text("def score(**kwargs):\n    return 1.0\n")
-    args = ["--reward", f"{tmp_path / 'same.py'}:score", "--zero-variance", "mask", "--total-steps", "2"]
-    args += ["--entropy-coef", "0.1", "--kl-coef", "0.1", "--export-model", "--run-name", "run"]
-    done = ran(fork("grpo", tmp_path, *SMALL, *args))
-    assert done.stdout.count("| gradient 0 | equal scores in every group") == 2
-    assert "note: gradient 0 in 2 of 2 steps\n" in done.stdout
-    assert "note: rows dropped by zero_variance: 64 of 64\n" in done.stdout
-    for row in metrics(tmp_path / "run"):
-        assert row["training/rows_dropped/zero_variance"] == 32 and row["training/rows_trained"] == 0
-        assert row["actor/grad_norm"] == 0 and row["actor/loss"] == 0
-    after, start = (load_file(Path(path, "model.safetensors")) for path in (tmp_path / "run/model", TOY_MODEL))
-    assert all(after[key].equal(start[key]) for key in start)
 
 
-GRADIENTS = """
-import hashlib, os, random, sys
-
-if "torch" in sys.modules:  # the trainer, which imports this file to check it
-    from torch.optim import optimizer
-
-    def write(adam, *_):
-        grads = [p.grad for group in adam.param_groups for p in group["params"] if p.grad is not None]
-        digest = hashlib.sha256(b"".join(grad.numpy().tobytes() for grad in grads)).hexdigest()
-        with open(os.environ["GRADIENTS"], "a") as file:
-            file.write(f"{len(grads)} {digest}\\n")
-
-    optimizer.register_optimizer_step_pre_hook(write)
-
+SHADOW = """
+import random
 def score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.count("1")) + random.random()
 
@@ -100,58 +72,33 @@ def shadow(data_source, solution_strs, ground_truth, extra_info=None):
 """
 
 
-def test_gradients_are_bit_identical_with_and_without_a_shadow_reward(tmp_path, monkeypatch):
-    file = tmp_path / "mine.py"
-    file.write_text(GRADIENTS)
+def test_a_shadow_reward_changes_no_bit_of_the_training(tmp_path):
+    file, rows = tmp_path / "mine.py", {}
+    file.write_text(SHADOW)
     args = [*SMALL, "--total-steps", "2", "--num-mini-batches", "2", "--reward", f"{file}:score"]
-    rows, gradients = {}, {}
     for name, more in {"plain": [], "shadowed": ["--shadow-reward", f"{file}:shadow"]}.items():
-        monkeypatch.setenv("GRADIENTS", str(tmp_path / name))
-        ran(fork("grpo", tmp_path, *args, *more, "--reward-workers", "2", "--run-name", f"run-{name}"))
-        rows[name], gradients[name] = metrics(tmp_path / f"run-{name}"), (tmp_path / name).read_text().splitlines()
-    assert gradients["plain"] == gradients["shadowed"] and len(set(gradients["plain"])) == 4
+        ran(fork("grpo", tmp_path, *args, *more, "--reward-workers", "2", "--run-name", name))
+        rows[name] = metrics(tmp_path / name)
     for plain, shadowed in zip(rows["plain"], rows["shadowed"], strict=True):
         logged = {key: value for key, value in shadowed.items() if key.startswith("shadow/")}
         assert 0 < logged["shadow/mine.shadow/mean"] < 1 and abs(logged["shadow/mine.shadow/correlation"]) < 1
         assert logged["shadow/error_count"] > 0 and shadowed["reward/error_count"] == 0
-        assert {key: value for key, value in shadowed.items() if key not in logged} == plain
+        assert plain["actor/grad_norm"] > 0 and shadowed == plain | logged
 
 
-def test_advantages_of_remax_are_the_librarys():
-    mask = torch.tensor([[1, 0, 1], [0, 0, 0]]).bool()
-    rewards, baselines = torch.where(mask, torch.tensor([[0.5, 0, 1], [0, 0, 0]]), torch.nan), torch.tensor([0.25, 1])
-    ours = remax.remax_advantages(rewards, baselines, mask)
-    theirs = core_algos.compute_remax_outcome_advantage(rewards, baselines, mask)
-    assert ours[0].tolist() == [[1.25, 0, 0.75], [0, 0, 0]] and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+def test_a_baseline_of_remax_is_one_number_a_row():
     with pytest.raises(ValueError, match="one number a row"):
-        core_algos.compute_remax_outcome_advantage(rewards, baselines[:, None], mask)
+        core_algos.compute_remax_outcome_advantage(torch.ones(2, 3), torch.ones(2, 1), torch.ones(2, 3).bool())
 
 
 @pytest.mark.parametrize("script", [grpo, dapo])
-@pytest.mark.parametrize("singleton", ["raw", "zero"])
-def test_loss_and_advantages_of_a_script_are_the_librarys(script, singleton):
-    """To the last bit, with gradients: a script writes out what lib/core_algos has as `vanilla` and `grpo`."""
+def test_advantages_of_a_script_are_the_librarys(script):
+    """To the last bit: also float32 rewards are summed in float64."""
     g = torch.Generator().manual_seed(0)
-    mask, group = torch.rand(18, 6, generator=g) < 0.7, torch.arange(18) // 4
-    mask[[1, 5, 17]] = False  # 16 has no other row in its group
-    rewards = torch.randint(0, 3, (18, 6), generator=g).float()
-    rewards[8:12] = mask[8:12] / mask[8:12].sum(1, keepdim=True).clamp(min=1)  # thirds, which sum up to 1
-    args = script.Args(
-        adv_kwargs=(f"singleton={singleton}",), clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=1.5
-    )
-    ours, _ = script.grpo_advantages(args, torch.where(mask, rewards, torch.nan), mask, {"group": group})
-    theirs, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask, group, singleton=singleton)
-    assert torch.equal(ours, theirs)
-
-    old = -torch.rand(18, 6, generator=g) * 3
-    new = (old + torch.randn(18, 6, generator=g)).requires_grad_()
-    t = {"advantages": ours, "response_mask": mask.long()}
-    names = {"cliprange_low": 0.1, "cliprange_high": 0.3, "clip_ratio_c": 1.5}
-    found = [script.policy_loss(args, new, old, t), core_algos.named_policy_loss("vanilla", names, old, new, t)]
-    (loss, numbers), (expected, of_library) = found
-    assert torch.equal(loss * mask, expected * mask) and loss.unique().numel() > 20
-    assert all(torch.equal(numbers[name] * mask, values * mask) for name, values in of_library.items())
-    assert torch.equal(*(torch.autograd.grad((losses * mask).sum(), new)[0] for losses, _ in found))
+    mask, rewards = torch.rand(18, 6, generator=g) < 0.7, torch.rand(18, 6, generator=g)
+    group = torch.arange(18) // 4
+    ours, _ = script.grpo_advantages(script.Args(), torch.where(mask, rewards, torch.nan), mask, {"group": group})
+    assert torch.equal(ours, core_algos.compute_grpo_outcome_advantage(rewards, mask, group)[0])
 
 
 def write(path: Path, *rows: dict) -> str:
@@ -164,7 +111,7 @@ ROW = {
     "data_source": "toy/arithmetic",
     "reward_model": {"ground_truth": "579"},
 }
-BAD_INPUT = [  # beside the flags of tests/cli/test_args.py; FOLDER has rows.jsonl, and a model without a template
+BAD_INPUT = [  # besides flags (tests/cli/test_args.py); FOLDER has rows.jsonl, and a model without a template
     ("--train-files FOLDER/rows.jsonl --max-prompt-length 3", "too long for max_prompt_length=3"),
     ("--val-files FOLDER/rows.jsonl --val-every 1", "rows.jsonl row 1: 'reward_model' has no 'ground_truth'"),
     ("--model FOLDER/model --multi-turn.tools calculator", "turns need a chat template"),

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
@@ -28,9 +27,8 @@ from lib.core_algos import (
 from lib.data import prepare_dynamic_batch
 from lib.data_proto import DataProto
 from lib.declared import POLICY_LOSSES
-from lib.distributed import full_tensor, make_mesh, set_gradient_sync, shard_model, trainable_parameters
-from lib.model import batched_log_probs, load_model, response_log_probs
-from tests.common import float64_norms, rollout_batch, run_ranks, save_tiny
+from lib.model import load_model, response_log_probs
+from tests.common import float64_norms, rollout_batch, save_tiny
 from tests.core_algos.test_core_algos import SCALE, bits_equal, counts, poison, random_batch
 
 SETTINGS = {"dro": {"dro_beta": 0.3}, "gspo": {"cliprange_low": 0.2, "cliprange_high": 0.28}}
@@ -121,7 +119,7 @@ def test_no_loss_depends_on_the_layout_of_its_mini_batch_or_on_masked_positions(
             all_equal(in_parts(name, mode, parts, new_dirty, total), expected, (mode, layout))
 
 
-# ------------------------------------------------------------------- shared prompts, through a model
+# ---- shared prompts, through a model -------------------------------------------------------------
 def groups_batch(groups, order=None, seed=0):
     """Rows of the groups (prompt length, response lengths), in this order; a group's rows have one prompt."""
     batch = rollout_batch([p for p, rs in groups for _ in rs], [r for _, rs in groups for r in rs], seed)
@@ -172,9 +170,8 @@ def assert_sharing_is_exact(model, batch):
     forward = partial(response_log_probs, model, batch, 0.8, sum_pi_squared=True)
     expected = outputs_and_gradients(model, partial(forward, padding_free=False), weights)
     for share in (False, True):
-        got, tokens = tokens_of(
-            model, lambda share=share: outputs_and_gradients(model, partial(forward, share_prompts=share), weights)
-        )
+        shared = partial(forward, share_prompts=share)
+        got, tokens = tokens_of(model, partial(outputs_and_gradients, model, shared, weights))
         for x, wanted in zip(got, expected, strict=True):
             assert (x - wanted).norm() <= 1e-9 * wanted.norm(), share
         assert tokens == needed_tokens(batch, share)
@@ -219,36 +216,3 @@ def test_a_micro_batch_without_a_trained_token_runs_and_has_no_gradient(tiny_mod
     (log_probs, _), tokens = tokens_of(tiny_model, lambda: response_log_probs(tiny_model, batch, 1.0))
     log_probs.sum().backward()
     assert tokens > 0 and not any(p.grad.any() for p in tiny_model.parameters())
-
-
-def share_over_ranks(world, path, share, padding_free):
-    """Old log-probs of this rank's rows, and loss and gradient of a mini-batch as the scripts make them."""
-    model = float64_norms(load_model(path, dtype=torch.float64))
-    model = shard_model(model, make_mesh(world), torch.float64)
-    parameters = trainable_parameters(model)
-    batch = groups_batch([(5, [4, 1, 9, 6]), (7, [3, 3, 19, 2]), (2, [8, 8, 2, 1]), (11, [20, 1, 30, 7])])
-    batch = batch[list(range(16))[world.rank * 16 // world.size : (world.rank + 1) * 16 // world.size]]
-    options = {"padding_free": padding_free, "share_prompts": share}
-    old = batched_log_probs(model, batch, 0.8, 50, **options)[0]
-    micro_batches, _ = prepare_dynamic_batch(batch, 50, share_prompts=share)
-    total = torch.zeros((), dtype=torch.float64)
-    for i, micro in enumerate(micro_batches):
-        set_gradient_sync(model, i == len(micro_batches) - 1)
-        log_probs, entropy = response_log_probs(model, micro, 0.8, **options)
-        loss = (log_probs * torch.arange(1, log_probs.shape[1] + 1) - 0.1 * entropy).sum()
-        (loss * world.size).backward()
-        total += loss.detach()
-    dist.all_reduce(total)
-    return old, total, torch.cat([full_tensor(p.grad).flatten() for p in parameters]), len(micro_batches)
-
-
-def test_sharing_is_exact_over_ranks_and_micro_batches(tmp_path):
-    path = save_tiny(tmp_path)
-    [(old, loss, gradient, unshared)] = run_ranks(1, share_over_ranks, path, False, False)
-    for size in (1, 2):
-        ranks = run_ranks(size, share_over_ranks, path, True, True)
-        torch.testing.assert_close(torch.cat([r[0] for r in ranks]), old, rtol=1e-9, atol=1e-12)
-        for _, other_loss, other_gradient, n in ranks:
-            assert 1 < n < unshared
-            torch.testing.assert_close(other_loss, loss, rtol=1e-9, atol=0)
-            assert (other_gradient - gradient).norm() < 1e-9 * gradient.norm()

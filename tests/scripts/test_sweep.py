@@ -82,20 +82,15 @@ def test_the_words_of_a_run_are_flags_of_the_script(sweep):
         ("script: a\nflags: {run_name: x}", "run-name: a sweep sets it itself"),
         ("script: [", "line 1: expected the node content"),
         ("script: a\nflags: {agent: env X_API_KEY=abc1 a.py}", ": flags: --agent: X_API_KEY gets a key or password"),
-        ("script: !!python/object/apply:os.system [ls]", "line 1: could not determine a constructor for the tag"),
         ("script: a\nflags: {lr: 1, --lr: 2}", "flags: a flag is there twice: lr, --lr"),
         ("script: a\nflags: {<<: {lr: 1}}", "'<<' is no flag"),
-        ("script: a\nflags: {kwargs: {thinking: false}}", "flags: kwargs takes no mapping; if it takes JSON, write"),
         ("script: a\nflags: {x: [[1]]}", "flags: x: give a list of plain values"),
-        ("script: a\nflags: {x: --lr}", "flags: x --lr: a value does not begin with --"),
-        ("script: a\nflags: " + "[" * 10_000, "cannot be read: maximum recursion depth"),
-        ("script: a\n---\nscript: b", "line 2: but found another document"),
-        ("script: \udcff", "cannot be read"),  # a byte that is no UTF-8
         ("script: a\ngrid: {" + ", ".join(f"{x}: [0,1,2,3,4,5,6,7,8,9]" for x in "abcdefghi") + "}", "1,000,000,000"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path, given, message):
-    (tmp_path / "sweep.yaml").write_text(given, errors="surrogateescape")
+    """What YAML and words refuse besides: tests/cli/."""
+    (tmp_path / "sweep.yaml").write_text(given)
     with one_line(re.escape(message)):
         read_sweep(tmp_path / "sweep.yaml", tmp_path)
 
@@ -111,7 +106,7 @@ def test_values_are_as_typed(tmp_path):
     assert run.command[: run.command.index("--seed")] == expected
 
 
-@pytest.mark.parametrize("text", ["é", "-", "/"])
+@pytest.mark.parametrize("text", ["é", "-"])
 def test_a_long_setting_has_a_short_name(tmp_path, text):
     (tmp_path / "sweep.yaml").write_text(f"script: a\ngrid: {{x: ['x{text * 150}', 'y{text * 150}']}}", "utf-8")
     for run in read_sweep(tmp_path / "sweep.yaml", tmp_path):
@@ -129,13 +124,13 @@ def test_a_run_that_cannot_start_gives_its_place_to_the_next(sweep, tmp_path, ca
     assert seen(tmp_path) == ["lr=1,seed=1 1 None", "lr=1,seed=2 1 None"]
 
 
-@pytest.mark.parametrize("row", ["x", "[5]", '{"name": [], "command": [], "exit_code": 0}', "[" * 10**5, "\udcff"])
+@pytest.mark.parametrize("row", ["x", "[5]", '{"name": [], "command": [], "exit_code": 0}'])
 def test_a_damaged_record_is_one_line(sweep, tmp_path, row):
     args = sweep(seeds=[1])
     assert main(args) == 0
-    record = tmp_path / "runs/sweep/sweep.jsonl"
-    record.write_text(record.read_text() + row + "\n", errors="surrogateescape")
-    with pytest.raises(InputError, match=r"sweep.jsonl line 2: no row of a sweep: fix or delete it"):
+    with (tmp_path / "runs/sweep/sweep.jsonl").open("a") as record:
+        record.write(f"{row}\n")
+    with one_line("sweep.jsonl line 2: no row of a sweep: fix or delete it"):
         main(args)
 
 
@@ -167,13 +162,10 @@ def test_each_run_has_gpus_of_its_own_and_several_are_one_job_of_the_launch_scri
 
 
 def test_two_programs_do_not_run_one_sweep(sweep, tmp_path):
+    code = f"from tools.launch.sweep import *; main(Args(Path({str(sweep().file)!r})))"
     with take_lock(tmp_path / "runs/sweep"):
-        done = subprocess.run(
-            [sys.executable, "-c", f"from tools.launch.sweep import *; main(Args(Path({str(sweep().file)!r})))"],
-            env={"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
+        how = {"env": {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+        done = subprocess.run([sys.executable, "-c", code], **how)
     assert "InputError" in done.stderr and not (tmp_path / "seen").exists()
 
 

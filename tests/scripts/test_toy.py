@@ -76,14 +76,13 @@ def decoded(row: dict) -> Image.Image:
 @pytest.mark.parametrize("task", TASKS)
 def test_tokenizers_are_the_generators_and_fit_the_models(task, tmp_path):
     """AutoTokenizer has not put in another class."""
-    make(task).save_pretrained(tmp_path)
+    fresh = make(task)
+    fresh.save_pretrained(tmp_path)
     for path in tmp_path.iterdir():
         assert path.read_text() == (task.FOLDER / "model" / path.name).read_text()
-    assert (toy_long.FOLDER / "model/tokenizer.json").read_text() == (toy.FOLDER / "model/tokenizer.json").read_text()
     tokenizer, model = tokenizer_of(task), start(task)[1]
     call = toy_tools.tool_call("630*52") if task is toy_tools else ""
     text = PRINTABLE + "user: 1+1, assistant:  2 .\n<|im_start|>" + call + "<|im_end|><pad>"
-    fresh = make(task)
     ids = getattr(fresh, "tokenizer", fresh).encode(text)
     assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
     assert tokenizer.encode("é") == [tokenizer.unk_token_id]
@@ -117,39 +116,31 @@ def test_rows_are_the_generators_with_the_right_truths_and_none_twice():
     for part in (train, val):
         counts = Counter(row["data_source"] for row in part)
         assert counts.keys() == total.keys() and len({*counts.values()}) == 1
+    assert (toy_long.FOLDER / "model/tokenizer.json").read_text() == (toy.FOLDER / "model/tokenizer.json").read_text()
     few = (toy_rare.FOLDER / "few.jsonl").read_text()
     assert few == "".join((toy.FOLDER / "train.jsonl").read_text().splitlines(keepends=True)[:256])
 
 
 # ---- templates -----------------------------------------------------------------------------------
-def test_chat_template():
-    tokenizer = tokenizer_of(toy)
-    messages = [{"role": "user", "content": "137+285"}]
-    text = "<|im_start|>user\n137+285<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == text
-    assert len(tokenizer.encode(text)) == 15
-    messages += [{"role": "assistant", "content": "=422"}, {"role": "tool", "content": "no"}]
-    text = text + "=422<|im_end|>\n<|im_start|>tool\nno<|im_end|>\n"
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == text
 
 
-def render(messages: list[dict], tools=toy_tools.TOOLS, **kwargs) -> str:
+def render(*messages: dict, tools=toy_tools.TOOLS, **kwargs) -> str:
     return tokenizer_of(toy_tools).apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
 
 
 def test_the_agent_loop_takes_the_template_of_tools_and_reads_the_calls():
     tokenizer, calculator = tokenizer_of(toy_tools), load_tools(("calculator",))
     prompt = "<|im_start|>user\n630*52<|im_end|>\n<|im_start|>assistant\n"
-    assert render([QUESTION], tools=None, add_generation_prompt=True) == prompt
+    assert render(QUESTION, tools=None, add_generation_prompt=True) == prompt
+    assert tokenizer_of(toy).apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True) == prompt
     prompt = "<|im_start|>system\ntools: calculator<|im_end|>\n" + prompt
-    schemas = [tool.get_openai_tool_schema() for tool in calculator.values()]
-    for tools in (toy_tools.TOOLS, schemas):
-        assert render([QUESTION], tools=tools, add_generation_prompt=True) == prompt
+    for tools in toy_tools.TOOLS, [tool.get_openai_tool_schema() for tool in calculator.values()]:
+        assert render(QUESTION, tools=tools, add_generation_prompt=True) == prompt
     assert len(tokenizer.encode(prompt)) == 24
     function = {"name": "calculator", "arguments": {"expression": "630*52"}}
     calls = {"role": "assistant", "content": "Hm.", "tool_calls": [{"type": "function", "function": function}] * 2}
     call = toy_tools.tool_call("630*52")
-    assert render([QUESTION, calls]) == f"{prompt}Hm.\n{call}\n{call}<|im_end|>\n"
+    assert render(QUESTION, calls) == f"{prompt}Hm.\n{call}\n{call}<|im_end|>\n"
     parse = get_tool_parser("auto", tokenizer, calculator)
     MultiTurn(tokenizer, calculator, parse)  # checks the template
     [read] = parse(call)
@@ -191,8 +182,8 @@ def test_a_row_asks_for_what_its_image_shows_and_its_text_does_not_say():
 def test_the_later_pupils_of_toy_rare_hardly_ever_work_a_sum_out():
     demonstrate, rng = toy_rare.pupils(), random.Random(0)
     for count, share in ((toy_rare.FIRST * toy_rare.BATCH, toy.SHARE_WORKED), (10_000, toy_rare.SHARE_RARE)):
-        worked = ["," in demonstrate(137, 285, rng) for _ in range(count)]
-        assert mean(worked) == pytest.approx(share, abs=0.01)  # 4 standard errors
+        worked = mean("," in demonstrate(137, 285, rng) for _ in range(count))
+        assert worked == pytest.approx(share, abs=0.01)  # 4 standard errors
 
 
 def test_starts_leave_room_to_climb():

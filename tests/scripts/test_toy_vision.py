@@ -16,7 +16,6 @@ from tests.scripts.test_scripts import assert_trained_alike
 MODEL = toy_vision.FOLDER / "model"
 
 
-# ---- the scripts ---------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """flags(blank=False, count=32): those of a small run, on held-out rows with their images or with white ones. Each
