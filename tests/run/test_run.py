@@ -16,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
@@ -27,6 +29,7 @@ import torch
 import grpo
 import lib.run.lock as lock_module
 import lib.run.opening as opening_module
+import lib.run.run as run_module
 from lib import InputError, setup
 from lib.args import DataArgs, RunArgs, ValidationArgs
 from lib.cli.flags import OnResume, changed_flags, marked
@@ -564,6 +567,14 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path, one_rank):
         open_run(args, one_rank, grpo.__file__)
     open_run(args, one_rank, grpo.__file__).locks.close()
     assert [*(tmp_path / "run/starts").iterdir()]
+
+
+def test_the_last_checkpoint_is_written_before_the_export(tmp_path, monkeypatch):
+    """A full disk may end the run there, at once."""
+    run = Run("run", tmp_path, RunArgs(), ValidationArgs(), WORLD, None)
+    run._saving = ThreadPoolExecutor(1).submit(time.sleep, 0.2)
+    monkeypatch.setattr(run_module, "export_hf", lambda *_: [] if run._saving.done() else pytest.fail("too early"))
+    run.export(SimpleNamespace(forward=SimpleNamespace(compute_dtype=torch.float32), module=None), None)
 
 
 def test_validation_alone_needs_no_training_data_and_overwrites_nothing(copied):
