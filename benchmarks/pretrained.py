@@ -62,7 +62,7 @@ TASKS = {
         "names to sort over two turns",
         "data/alphabet_sort.py --turns 2 --names 2 3",
         "val/alphabet_sort/mean@1",
-        """--max-prompt-length 96 --max-response-length 192 --total-steps 20 --val-every 5 --reward
+        """--max-prompt-length 96 --max-response-length 192 --total-steps 10 --val-every 5 --reward
         --multi-turn.interaction data/alphabet_sort.py:AlphabetSort --multi-turn.max-turns 2""",
         """--mu 1 --mu-end 1 --prompts-per-step 32 --group-size 2 --rollout-engine vllm --total-steps 10 --val-every 0
         --max-prompt-length 96 --max-response-length 48 --reward rewards/similarity.py:compute_score""",
