@@ -21,7 +21,7 @@ BUDGET = {
     "flags of grpo.py": 142,
     "lines of --help": 107,
     "words of docs": 54988,
-    "lines of tests": 37731,
+    "lines of tests": 37732,
     "entries at the top": 22,
     "files that two default steps enter": 45,
     "lines of functions that two default steps enter": 3385,
