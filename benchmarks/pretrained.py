@@ -100,6 +100,12 @@ def model_file() -> Path:
     return model
 
 
+def sft_command(task: str) -> list[str]:
+    """How the start model is trained before the scripts run; empty if it is not."""
+    flags = TASKS[task].sft
+    return shlex.split(f"sft_rl.py {flags} {FLAGS}") if flags else []
+
+
 def make_inputs(task: str, folder: Path) -> list[str]:
     """Writes model and rows there; the flags that name them. To read the .gguf file anew would take each run 20 s."""
     gguf = str(model_file())
@@ -112,10 +118,10 @@ def make_inputs(task: str, folder: Path) -> list[str]:
     spawn([sys.executable, *shlex.split(TASKS[task].data), "--out", str(folder)], folder / "log", job_env(1))
     inputs = ["--model", f"{folder}/model"]
     inputs += ["--train-files", f"{folder}/train.parquet", "--val-files", f"{folder}/test.parquet"]
-    if flags := TASKS[task].sft:
+    if command := sft_command(task):
         where = [*inputs, "--output-dir", str(folder), "--run-name", "start", "--export-model"]
         spawn([sys.executable, "-m", "tools.paper", "apply", "sft_rl"], folder / "log", job_env(1))
-        spawn([sys.executable, "sft_rl.py", *shlex.split(f"{flags} {FLAGS}"), *where], folder / "log", job_env(1))
+        spawn([sys.executable, *command, *where], folder / "log", job_env(1))
         (ROOT / "sft_rl.py").unlink()
         inputs[1] = f"{folder}/start/model"
     return inputs
@@ -148,8 +154,8 @@ def record_of(task: str, name: str, seed: int, inputs: list[str], folder: Path) 
     command = shlex.split(f"{SCRIPTS[name]} {TASKS[task].flags} {FLAGS}")
     where = ["--seed", str(seed), "--output-dir", str(folder), "--run-name", f"{name}_{seed}"]
     how = {"rows": f"python {TASKS[task].data}", "command": shlex.join(["python", *command]), "seed": seed}
-    if sft := TASKS[task].sft:
-        how["start"] = shlex.join(["python", "sft_rl.py", *shlex.split(f"{sft} {FLAGS}")])
+    if start := sft_command(task):
+        how["start"] = shlex.join(["python", *start])
     how |= provenance(jobs=1)
     env = job_env(1) | {"VLLM_LOGGING_LEVEL": "ERROR"}
     seconds = spawn([sys.executable, *command, *inputs, *where], folder / "log", env)

@@ -104,7 +104,7 @@ def main(
             prompt, lists, more = episode(rng, [rng.randint(*names) for _ in range(turns)])
             if prompt not in seen:
                 kwargs = {"lists": json.dumps(lists), "more": json.dumps(more)}
-                first = f"<answer>\n{chr(10).join(lists[0])}\n</answer>"
+                first = "\n".join(["<answer>", *lists[0], "</answer>"])
                 info = {"split": split, "index": len(rows), "interaction_kwargs": kwargs, "answer": first}
                 rows.append(make_row("alphabet_sort", prompt, "\n".join(lists[-1]), info))
             seen.add(prompt)
